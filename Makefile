@@ -1,0 +1,78 @@
+# `make verify` and `make test` set up what they need in $(VENV); a second run finds it done.
+PYTHON ?= python3
+VENV   ?= .venv
+# Installed only where $(PYTHON) has no torch that will do.
+TORCH  ?= torch==2.13.0
+JOBS   ?= auto
+
+PY  := $(VENV)/bin/python
+PIP := $(PY) -m pip install -qq --disable-pip-version-check
+PACKAGE := $(VENV)/.package-installed
+DEV     := $(VENV)/.dev-installed
+
+# One-liners for a Python that may be anything: torch compares its own version, so nothing is parsed by hand.
+PYTHON_WILL_DO := import sys; sys.exit(sys.version_info < (3, 11))
+TORCH_WILL_DO  := import torch; raise SystemExit(torch.__version__ < "2.9")
+PACKAGES_SEEN  := import sys; [print(f"import site; site.addsitedir({p!r})") for p in sys.path if p.endswith("-packages")]
+SITE_PACKAGES  := import sysconfig; print(sysconfig.get_path("purelib"))
+
+.NOTPARALLEL:
+.PHONY: help verify test lint self-test unit format clean
+
+help:
+	@echo "make verify   compare every operator with the float64 oracle; report in build/verify.html and build/verify.json"
+	@echo "make test     linters, the self-test of verify, the tests"
+	@echo "make lint     the linters alone        make self-test   the mutants alone"
+	@echo "make unit     the tests alone          make format      let ruff rewrite the sources"
+	@echo "make clean    remove build/ and $(VENV)"
+	@echo "Both of the first set up $(VENV) by themselves. PYTHON=python3.12 chooses the interpreter."
+
+# numpy is not needed, and torch's remark that it is absent is no part of the report.
+verify: export PYTHONWARNINGS = ignore:Failed to initialize NumPy
+verify: $(PACKAGE)
+	@mkdir -p build
+	$(PY) -m dsattn verify --suite quick --suite real-text --json build/verify.json --html build/verify.html
+
+test: lint self-test unit
+
+lint: $(DEV)
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m pyrefly check --python-interpreter-path $(PY) --output-format min-text
+	$(PY) -c 'from importlinter.cli import lint_imports_command as main; main()' --no-cache --no-logo
+
+self-test: $(DEV)
+	$(PY) -m dsattn verify --self-test
+
+# One thread per process: the workers fill the cores, and OpenMP teams that share a core stall each other.
+unit: $(DEV)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal
+
+format: $(DEV)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+clean:
+	rm -rf build $(VENV)
+
+# A torch of the calling interpreter (a GPU image, an active environment) is used where it is, never fetched again: the
+# new environment sees the packages that the caller sees. --system-site-packages would miss those of an active one.
+$(PY):
+	@$(PYTHON) -c '$(PYTHON_WILL_DO)' || { echo "Python 3.11 or newer is needed: make PYTHON=..." >&2; exit 1; }
+	@echo "== $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@if $(PYTHON) -c '$(TORCH_WILL_DO)' 2>/dev/null; then \
+	    echo "== on the torch of $(PYTHON)"; \
+	    $(PYTHON) -c '$(PACKAGES_SEEN)' > "$$($(PY) -c '$(SITE_PACKAGES)')/packages-of-caller.pth"; \
+	fi
+
+$(PACKAGE): pyproject.toml | $(PY)
+	@$(PY) -c '$(TORCH_WILL_DO)' 2>/dev/null || { echo "== $(TORCH)"; $(PIP) '$(TORCH)'; }
+	@echo "== dsattn and what it needs"
+	@$(PIP) --editable .
+	@touch $@
+
+$(DEV): $(PACKAGE)
+	@echo "== linters and test tools"
+	@$(PIP) --editable '.[dev,plot]'
+	@touch $@

@@ -1,0 +1,72 @@
+"""Which backend runs a problem."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from dsattn.backends.base import Backend
+from dsattn.errors import BackendMissing, BadInput, UnsupportedProblem
+from dsattn.spec.problem import Problem
+
+_PASSED_OVER: set[tuple[str, str, str]] = set()
+
+
+def choose(problem: Problem, backend: Any, order: Sequence[Backend]) -> Backend:
+    """The backend that runs `problem`.
+
+    Args:
+        problem: the call.
+        backend: "auto" for the first of `order` that takes the problem, a name, or a Backend object. A named backend
+            never falls back.
+        order: the known backends, best first.
+
+    Raises:
+        UnsupportedProblem: the named backend does not take the problem, or none does; the message has the reasons.
+        BadInput: no backend has that name.
+        BackendMissing: the named backend is absent here.
+    """
+    if backend != "auto":
+        chosen = backend if isinstance(backend, Backend) else find(backend, order)
+        reason = chosen.supports(problem)
+        if reason is not None:
+            raise UnsupportedProblem(f"{problem.operator} on backend {chosen.name!r}", given=reason)
+        return chosen
+    reasons = []
+    for candidate in order:
+        if candidate.missing() is not None:
+            continue
+        reason = candidate.supports(problem)
+        if reason is None:
+            _warn_of_fallback(problem, candidate, reasons)
+            return candidate
+        reasons.append((candidate.name, reason))
+    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons) or "no backend is usable here"
+    raise UnsupportedProblem(problem.operator, given=listed)
+
+
+def find(name: Any, order: Sequence[Backend]) -> Backend:
+    """The backend called `name`.
+
+    Raises:
+        BadInput: no backend has that name; the message lists the names.
+        BackendMissing: it is known, but its package, compiler or device is absent here; the message has the cause.
+    """
+    for backend in order:
+        if backend.name == name:
+            cause = backend.missing()
+            if cause is not None:
+                raise BackendMissing(f"backend {name!r}", given=cause)
+            return backend
+    names = ", ".join(repr(name) for name in ("auto", *(backend.name for backend in order)))
+    raise BadInput("backend", given=repr(name), needed=f"one of {names}")
+
+
+def _warn_of_fallback(problem: Problem, chosen: Backend, reasons: list[tuple[str, str]]) -> None:
+    for name, reason in reasons:
+        key = (problem.operator, name, reason)
+        if key not in _PASSED_OVER:
+            _PASSED_OVER.add(key)
+            message = f"{problem.operator} runs on {chosen.name!r} because {name!r} does not take it: {reason}"
+            warnings.warn(message, stacklevel=5)

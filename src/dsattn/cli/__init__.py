@@ -1,0 +1,39 @@
+"""The command `dsattn`, one file per command.
+
+The packages that only the commands need (cyclopts, rich, jinja2) are imported when a command runs, so that the library
+works without them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from dsattn.errors import DsattnError
+
+USAGE = 2
+_NEEDED = ("cyclopts", "rich", "jinja2")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of a command line: 0 holds, 1 a check failed or none ran, 2 wrong usage or bad input.
+
+    Args:
+        arguments: the words after `dsattn`; None takes them from `sys.argv`.
+    """
+    try:
+        from dsattn.cli.app import run
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _NEEDED:
+            raise
+        return _complain(f"the command needs the package {package}: pip install {package}")
+    try:
+        return run(sys.argv[1:] if arguments is None else arguments)
+    except DsattnError as error:
+        return _complain(str(error))
+
+
+def _complain(message: str) -> int:
+    print(f"dsattn: {message}", file=sys.stderr)
+    return USAGE

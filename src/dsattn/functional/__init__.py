@@ -1,0 +1,20 @@
+"""The operators: each validates its call once, chooses a backend and calls it.
+
+Every operator takes packed tensors ([t, ...] and [s, ...]) or BSHD tensors ([b, sq, ...] and [b, sk, ...]) with any
+layout of the right row counts; results have the form of the inputs. Ids are always rows of the flat key buffer.
+"""
+
+from dsattn.functional.attention import dense_attention, sparse_attention
+from dsattn.functional.dsa import DSAOutput, dsa_attention
+from dsattn.functional.indexer import indexer_scores, indexer_topk
+from dsattn.functional.loss import indexer_loss
+
+__all__ = [
+    "DSAOutput",
+    "dense_attention",
+    "dsa_attention",
+    "indexer_loss",
+    "indexer_scores",
+    "indexer_topk",
+    "sparse_attention",
+]

@@ -1,0 +1,109 @@
+"""The indexer loss: KL from the attention's probabilities to the indexer's, and its gradients in the same pass.
+
+teacher[i, j] = sum_h softmax_j(logit[i, h, :]), over its sum      student[i, :] = softmax(score[i, :])
+loss = sum_i row_weight_i * sum_j teacher * (log teacher - log student)
+d_score[i, j] = row_weight_i * (student - teacher)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from dsattn.ops.attention import attention_probabilities
+from dsattn.ops.blocks import Block
+from dsattn.ops.indexer import block_scores, block_scores_backward
+from dsattn.ops.inputs import AttentionInputs, IndexerInputs
+from dsattn.ops.numerics import exact_products, is_finite
+from dsattn.ops.softmax import masked_softmax
+from dsattn.ops.support import Support, accumulate
+
+LossGradients = tuple[Tensor, Tensor, Tensor]
+
+
+def indexer_kl(
+    x: IndexerInputs,
+    a: AttentionInputs,
+    support: Support,
+    row_weights: Float[Tensor, " t"],
+    tp_group: dist.ProcessGroup | None,
+    with_gradients: bool,
+) -> tuple[Float[Tensor, ""], LossGradients | None]:
+    """The loss in the dtype of scores, and if asked for its gradients of index_q, index_k and weights.
+
+    Gradients are those of the loss itself; they keep the dtype of their inputs, but for fp16, which would lose small
+    ones before a loss scaler has multiplied them: these stay fp32.
+
+    Args:
+        x: the indexer's side.
+        a: the attention's side; its sink takes no part.
+        support: the keys that both softmaxes run over; rows that take no part have none.
+        row_weights: coefficient over row count, in the dtype of scores.
+        tp_group: ranks over whose heads the teacher is summed.
+        with_gradients: whether to compute gradients.
+    """
+    device = x.index_q.device
+    kl = torch.zeros(support.num_q, dtype=x.dtype, device=device)
+    d_index_q = _gradient_buffer(x.index_q) if with_gradients else None
+    d_weights = _gradient_buffer(x.weights) if with_gradients else None
+    finite = not support.shared or is_finite(x.index_q, x.index_k, x.weights)
+
+    def work(block: Block, totals: Sequence[Tensor]) -> None:
+        rows, seen = slice(block.q_begin, block.q_end), support.seen(block)
+        teacher = _teacher(a, support, block, seen, tp_group).to(x.dtype)
+        keys = support.keys(block, x.index_k, x.dtype)
+        scores = block_scores(x, block, keys)
+        student, student_lse = masked_softmax(scores, seen)
+        kl[rows] = _kl(teacher, scores, student_lse, seen)
+        if d_index_q is None or d_weights is None:
+            return
+        d_scores = (student - teacher).mul_(row_weights[rows, None]).masked_fill_(~seen, 0)
+        d_index_q[rows], d_keys, d_weights[rows] = block_scores_backward(x, block, keys, d_scores, seen, finite)
+        support.add(block, totals[0], d_keys)
+
+    heads = a.q.shape[1] + x.weights.shape[1]
+    widths = a.kv.shape[1] + x.index_k.shape[1]
+    with exact_products(device):
+        blocks = support.blocks(heads * x.dtype.itemsize, widths * x.dtype.itemsize)
+        key_widths = [x.index_k.shape[1]] if with_gradients else []
+        # Collectives must run in one order on all ranks.
+        d_index_k = accumulate(support, blocks, key_widths, x.dtype, device, work, one_lane=tp_group is not None)
+    # A row with a weight of 0 takes no part even if its KL is infinite; rows without keys have KL 0.
+    loss = torch.where(row_weights == 0, 0, kl * row_weights).sum()
+    if d_index_q is None or d_weights is None:
+        return loss, None
+    return loss, (d_index_q, d_index_k[0].to(d_index_q.dtype), d_weights)
+
+
+def _gradient_buffer(x: Tensor) -> Tensor:
+    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
+    return torch.zeros(x.shape, dtype=dtype, device=x.device)
+
+
+def _teacher(
+    a: AttentionInputs, support: Support, block: Block, seen: Bool[Tensor, "c n"], tp_group: dist.ProcessGroup | None
+) -> Float[Tensor, "c n"]:
+    """Attention probabilities summed over all heads, of all ranks, and normalised; 0 at unseen keys."""
+    keys = support.keys(block, a.kv, a.dtype)
+    queries = a.q[block.q_begin : block.q_end].to(a.dtype)
+    probabilities, _ = attention_probabilities(a, queries, keys, seen)
+    teacher = probabilities.sum(1)
+    if tp_group is not None:
+        dist.all_reduce(teacher, group=tp_group)
+    # A row without keys has no sum to divide by.
+    return (teacher / teacher.sum(1, keepdim=True)).masked_fill_(~seen, 0)
+
+
+def _kl(
+    teacher: Float[Tensor, "c n"],
+    scores: Float[Tensor, "c n"],
+    student_lse: Float[Tensor, " c"],
+    seen: Bool[Tensor, "c n"],
+) -> Float[Tensor, " c"]:
+    """sum_j teacher * (log teacher - log student) with 0 log 0 = 0; a NaN teacher gives NaN."""
+    terms = teacher * (teacher.log() - (scores - student_lse[:, None]))
+    return terms.masked_fill_((teacher == 0) | ~seen, 0).sum(1)

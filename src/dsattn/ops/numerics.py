@@ -1,0 +1,76 @@
+"""Arithmetic that every operator shares: accumulation dtype, exact products, products that contain NaN and inf."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_LOCK = threading.Lock()
+_SAVED: dict[str, str] = {}
+_DEPTH = 0
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of products and sums over inputs of `dtype`: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def exact_products(device: torch.device) -> Iterator[None]:
+    """Products in full precision: autocast is off and fp32 products run neither in TF32 nor in bf16 parts.
+
+    The switches of PyTorch are global to the process, so the outermost block saves them and the last one out puts
+    them back; a backward in another thread may overlap with a forward.
+    """
+    global _DEPTH
+    switches = {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn.matmul}
+    with torch.autocast(device.type, enabled=False):
+        with _LOCK:
+            if _DEPTH == 0:
+                for name, switch in switches.items():
+                    _SAVED[name] = switch.fp32_precision
+                    switch.fp32_precision = "ieee"
+            _DEPTH += 1
+        try:
+            yield
+        finally:
+            with _LOCK:
+                _DEPTH -= 1
+                if _DEPTH == 0:
+                    for name, switch in switches.items():
+                        switch.fp32_precision = _SAVED.pop(name)
+
+
+def is_finite(*tensors: Tensor) -> bool:
+    """Whether all entries are finite; False without looking on an accelerator, where looking would synchronise."""
+    return all(x.device.type == "cpu" and bool(torch.isfinite(x).all()) for x in tensors)
+
+
+def split_finite(x: Tensor, known_finite: bool) -> tuple[Tensor, Tensor | None]:
+    """x with NaN and inf replaced by 0, and a bool mask of their places (None if there are none).
+
+    A product whose left factor is 0 where a row sees nothing still gives 0 * NaN = NaN: one bad key would spoil every
+    row that shares its block. So products run over the finite part, and `spread_bad` puts NaN where it belongs.
+    """
+    if known_finite:
+        return x, None
+    finite = torch.isfinite(x)
+    return torch.where(finite, x, 0), ~finite
+
+
+def spread_bad(product: Tensor, seen: Tensor, bad: Tensor | None) -> Tensor:
+    """`product` [m, ..., c] with NaN in row i, column c wherever some j has seen[i, j] and bad[j, c]; in place.
+
+    Args:
+        product: what came of the finite part.
+        seen: bool [m, n]: row i of the product took part in row j of the right factor.
+        bad: bool [n, c], the mask of `split_finite`; None leaves the product as it is.
+    """
+    if bad is None:
+        return product
+    spoiled = (seen.to(product.dtype) @ bad.to(product.dtype)) > 0
+    return product.masked_fill_(spoiled.view(spoiled.shape[0], *(1,) * (product.ndim - 2), -1), torch.nan)
