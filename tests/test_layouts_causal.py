@@ -205,9 +205,7 @@ def test_numpy_integers():
     assert CausalLayout.batched(numpy.int32(2), 1, 4, q_offset=numpy.int64(3)) == CausalLayout.batched(
         2, 1, 4, q_offset=3
     )
-    assert CausalLayout.batched(2, 1, 4, q_offset=numpy.array([3, 0])) == CausalLayout.batched(
-        2, 1, 4, q_offset=[3, 0]
-    )
+    assert CausalLayout.batched(2, 1, 4, q_offset=numpy.array([3, 0])) == CausalLayout.batched(2, 1, 4, q_offset=[3, 0])
 
 
 def test_equality_and_hash_are_by_value():
@@ -223,6 +221,7 @@ def test_equality_and_hash_are_by_value():
         CausalLayout.from_segments(one.segments[:1], num_q=6, num_k=6),
     ]
     assert len({one, same, *others}) == 1 + len(others)
+    assert all(one != other for other in others)
     assert one != "a layout"
 
 
@@ -251,9 +250,9 @@ def test_layouts_cannot_be_changed():
     assert torch.equal(layout.table, before)
     assert windows(layout) == [(0, 1), (0, 2), (0, 3), (3, 4), (3, 5), (3, 6)]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        layout.num_q = 7
+        layout.num_q = 7  # pyrefly: ignore[read-only]
     with pytest.raises(dataclasses.FrozenInstanceError):
-        layout.segments[0].q_len = 7
+        layout.segments[0].q_len = 7  # pyrefly: ignore[read-only]
 
 
 def test_repr_is_short():

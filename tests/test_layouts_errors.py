@@ -1,12 +1,19 @@
 """Every refusal of a layout: the message names the argument, what was given and what is needed."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from dsattn.errors import BadInput
 from dsattn.layouts import CausalLayout, Segment, context_parallel_positions, gather_order
 
-batched, packed = CausalLayout.batched, CausalLayout.packed
+pytestmark = pytest.mark.usefixtures("no_shape_checks")
+
+# Untyped on purpose: wrong types are passed.
+batched: Any = CausalLayout.batched
+packed: Any = CausalLayout.packed
+from_segments: Any = CausalLayout.from_segments
 
 
 def parallel(cu_seqlens=(0, 8), cp_size=2, cp_rank=0, **rest):
@@ -14,7 +21,7 @@ def parallel(cu_seqlens=(0, 8), cp_size=2, cp_rank=0, **rest):
 
 
 def segments(*rows, num_q=10, num_k=10, ratio=1):
-    return CausalLayout.from_segments(iter([Segment(*row) for row in rows]), num_q=num_q, num_k=num_k, ratio=ratio)
+    return from_segments([Segment(*row) for row in rows], num_q=num_q, num_k=num_k, ratio=ratio)
 
 
 TOP = 2**31
@@ -30,7 +37,12 @@ REFUSED = {
     "too many rows": (lambda: batched(2**16, 2**15), "b * q_len", str(TOP), str(TOP - 1)),
     "too many keys": (lambda: batched(2, 1, 2**30, q_offset=0), "b * k_len", str(TOP), str(TOP - 1)),
     "alignment unclear, batched": (lambda: batched(2, 3, 7), "q_offset", "3 query rows and 7 keys", "0 (top-left)"),
-    "alignment names bottom-right": (lambda: batched(2, 3, 7, ratio=2), "q_offset", "ratio 2", "pass 11 (bottom-right)"),
+    "alignment names bottom-right": (
+        lambda: batched(2, 3, 7, ratio=2),
+        "q_offset",
+        "ratio 2",
+        "pass 11 (bottom-right)",
+    ),
     "alignment unclear, packed": (
         lambda: packed([0, 2, 4, 7], [0, 2, 4, 5]),
         "q_offset",
@@ -135,14 +147,19 @@ REFUSED = {
     "gather order does not divide": (lambda: gather_order([0, 6], cp_size=2), "cu_seqlens", "6 rows", "4"),
     "gather order size": (lambda: gather_order([0, 8], cp_size=0), "cp_size", "0", "from 1"),
     "not a segment": (
-        lambda: CausalLayout.from_segments(iter([(0, 1, 0, 1, 0)]), num_q=1, num_k=1),
+        lambda: from_segments([(0, 1, 0, 1, 0)], num_q=1, num_k=1),
         "segments[0]",
         "(0, 1, 0, 1, 0)",
         "a Segment",
     ),
     "segment a float": (lambda: segments((0, 1.5, 0, 1, 0)), "q_len", "1.5", "integers"),
     "segment negative": (lambda: segments((0, 1, 0, 1, 0), (1, 1, -1, 1, 0)), "segments[1].k_start", "-1", "from 0"),
-    "segment beyond the queries": (lambda: segments((8, 3, 0, 1, 0)), "segments[0]", "q_start + q_len = 11", "num_q = 10"),
+    "segment beyond the queries": (
+        lambda: segments((8, 3, 0, 1, 0)),
+        "segments[0]",
+        "q_start + q_len = 11",
+        "num_q = 10",
+    ),
     "segment beyond the keys": (lambda: segments((0, 3, 9, 2, 0)), "segments[0]", "k_start + k_len = 11", "num_k = 10"),
     "segment offset": (lambda: segments((0, 3, 0, 2, 3 - TOP)), "q_offset", f"{3 - TOP} with 3 query rows", f"< {TOP}"),
     "segments overlap": (

@@ -91,6 +91,8 @@ def test_gradients_carry_the_softmax_scale() -> None:
     # The same logits from a key twice as long at half the scale: the gradient of q stays, that of the keys halves.
     got = run(kv=f64([[4.0, 0.0], [8.0, 2 * LN3]]), scale=0.5)
     close(got["d_q"].value, [[[0.5 * (-0.75 * 4 + 0.75 * 8), 0.75 * LN3]]])
+    close(got["d_q"].terms, [[[0.5 * (11 / 4 * 4 + 45 / 4 * 8), 45 / 4 * LN3]]])
+    close(got["d_kv"].terms, [[0.25, 0.5 * 11 / 4], [0.75, 0.5 * 45 / 4]])
     close(got["d_kv"].value, [[0.25, 0.5 * -0.75], [0.75, 0.5 * 0.75]])
 
 

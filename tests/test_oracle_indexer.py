@@ -74,9 +74,10 @@ def test_scale_multiplies_outside_the_relu() -> None:
 
 
 def test_negative_zero_is_zero() -> None:
-    got = hand_scores(True, 1.0, weights=torch.tensor([[0.0, -2.0]], dtype=torch.float64))
-    assert got.value.item() == 0.0
-    assert not torch.signbit(got.value).any()
+    for scale, weights in [(1.0, [0.0, -2.0]), (-1.0, [0.0, 2.0]), (1.0, [-0.0, -2.0])]:
+        got = hand_scores(True, scale, weights=torch.tensor([weights], dtype=torch.float64))
+        assert got.value.item() == 0.0
+        assert not torch.signbit(got.value).any()
 
 
 def test_invisible_keys_are_minus_infinity() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -25,15 +26,15 @@ TEACHER = (3 / 8, 5 / 8)
 KL = 3 / 8 * math.log(3 / 2) + 5 / 8 * math.log(5 / 6)
 
 
-def run(rows: int = 1, support: list | None = None, **options: object) -> dict:
+def run(rows: int = 1, support: list | None = None, **options: Any) -> dict:
     index_q, weights = torch.ones(rows, 1, 1, dtype=torch.float64), torch.ones(rows, 1, dtype=torch.float64)
     q = f64([[[0.0], [1.0]]]).repeat(rows, 1, 1)
-    inputs = {"index_q": index_q, "index_k": INDEX_K, "weights": weights, "q": q, "kv": KV}
+    inputs: dict[str, Any] = {"index_q": index_q, "index_k": INDEX_K, "weights": weights, "q": q, "kv": KV}
     for name in list(options):
         if name in inputs:
             inputs[name] = options.pop(name)
-    support = [BOTH] * rows if support is None else support
-    return oracle.indexer_loss(*inputs.values(), support, softmax_scale=1.0, **options)
+    options["support"] = [BOTH] * rows if support is None else support
+    return oracle.indexer_loss(**inputs, **options, softmax_scale=1.0)
 
 
 def close(got: torch.Tensor, wanted: object) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ def attend(q: Tensor, kv: Tensor, support: Rows, sink: Tensor, d_out: Tensor) ->
     return oracle.attention(q, kv, support, value_dim=VALUE, softmax_scale=0.4, sink=sink, d_out=d_out)
 
 
-def lose(inputs: dict[str, Tensor], support: Rows, reduction: str = "mean") -> dict[str, Exact]:
+def lose(inputs: dict[str, Any], support: Rows, reduction: str = "mean") -> dict[str, Exact]:
     return oracle.indexer_loss(**inputs, support=support, softmax_scale=0.4, scale=0.6, reduction=reduction)
 
 
@@ -54,6 +56,27 @@ def test_permuting_keys_permutes_their_gradients_and_nothing_else() -> None:
     after = attend(inputs["q"], inputs["kv"], moved, sink, d_out) | lose(inputs, moved)
     for name, exact in before.items():
         same(after[name], exact, order.argsort() if name in ("d_kv", "d_index_k") else None)
+
+
+def test_terms_do_not_depend_on_signs_and_are_no_less_than_values() -> None:
+    """Both factors of each dot product negated: the probabilities stay, and so must all terms."""
+    support, x, sink, d_out = random_support(), loss_inputs(), randn(HEADS), randn(T, HEADS, VALUE)
+
+    def both(sign: float, **scales: float) -> dict[str, Exact]:
+        q, kv, index_q, index_k, weights = (sign * x[name] for name in ("q", "kv", "index_q", "index_k", "weights"))
+        attention = oracle.attention(q, kv, support, value_dim=VALUE, softmax_scale=0.4, sink=sink, d_out=sign * d_out)
+        loss = oracle.indexer_loss(
+            index_q, index_k, weights, q, kv, support, softmax_scale=0.4, scale=sign * 0.6, coeff=sign * 0.7
+        )
+        return attention | loss
+
+    negated = both(-1.0)
+    for name, exact in both(1.0).items():
+        torch.testing.assert_close(negated[name].terms, exact.terms, rtol=1e-12, atol=1e-12)
+        assert (exact.value[exact.value.isfinite()].abs() <= exact.terms[exact.value.isfinite()] + 1e-12).all(), name
+    q = oracle.attention(-x["q"], x["kv"], support, value_dim=VALUE, softmax_scale=-0.4, sink=sink, d_out=d_out)
+    for name, exact in q.items():
+        torch.testing.assert_close(exact.terms, negated[name].terms, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("top_k", [6, 50])

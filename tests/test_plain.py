@@ -1,4 +1,4 @@
-"""The plain operators against the oracle: the same numbers by other formulas, and autograd against hand-made gradients."""
+"""The plain operators against the oracle: other formulas, and autograd against gradients made by hand."""
 
 from __future__ import annotations
 
@@ -84,8 +84,10 @@ def test_scores_in_float64(relu: bool, rows: list[int] | None) -> None:
 
 def test_scores_have_no_negative_zero() -> None:
     x = make()
-    got = plain.indexer_scores(x["index_q"] * 0, x["index_k"], -x["weights"].abs(), LAYOUT)
-    assert not torch.signbit(got[got == 0]).any()
+    for scale in (1.0, -1.0):
+        got = plain.indexer_scores(x["index_q"] * 0, x["index_k"], -x["weights"].abs(), LAYOUT, scale=scale)
+        assert (got == 0).any()
+        assert not torch.signbit(got[got == 0]).any()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
@@ -105,9 +107,7 @@ def test_low_precision_inputs(dtype: torch.dtype, tolerance: float) -> None:
 def test_low_precision_products_are_not_rounded() -> None:
     """bf16 inputs: scores, lse and loss are as exact as fp32 makes them."""
     x = make(torch.bfloat16)
-    torch.testing.assert_close(
-        lose(plain, x)["loss"].double(), lose(oracle, x)["loss"].value, rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(lose(plain, x)["loss"].double(), lose(oracle, x)["loss"].value, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
         attend(plain, x, None)["lse"].double(), attend(oracle, x, None)["lse"].value, rtol=1e-5, atol=1e-6
     )
@@ -143,6 +143,11 @@ def test_bad_numbers_stand_where_the_oracle_has_them(number: float, place: str) 
     names = {"loss"} if number == torch.inf and place.startswith("index") else set(lose(oracle, x))
     got, exact = lose(plain, x), lose(oracle, x)
     agree({name: got[name] for name in names}, {name: exact[name] for name in names})
+
+
+def test_coefficient_zero_is_zero_whatever_the_inputs_hold() -> None:
+    x = {name: torch.full_like(value, torch.nan) for name, value in make().items()}
+    assert not any(value.any() for value in lose(plain, x, coeff=0.0).values())
 
 
 def test_gradients_are_taken_under_no_grad_too() -> None:

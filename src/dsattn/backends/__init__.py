@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsattn.backends.base import Backend
-from dsattn.backends.dispatch import choose, find
+from dsattn.backends.dispatch import choose, find, name_of
 from dsattn.backends.torch_backend import TorchBackend
 
 _ORDER: tuple[Backend, ...] = (TorchBackend(),)
@@ -19,4 +19,4 @@ def backends() -> tuple[str, ...]:
     return tuple(backend.name for backend in _ORDER if backend.missing() is None)
 
 
-__all__ = ["Backend", "TorchBackend", "backends", "choose", "find", "ordered"]
+__all__ = ["Backend", "TorchBackend", "backends", "choose", "find", "name_of", "ordered"]

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from weakref import WeakValueDictionary
 
 from dsattn.backends.base import Backend
 from dsattn.errors import BackendMissing, BadInput, UnsupportedProblem
 from dsattn.spec.problem import Problem
 
 _PASSED_OVER: set[tuple[str, str, str]] = set()
+_GIVEN: WeakValueDictionary[str, Backend] = WeakValueDictionary()
 
 
-def choose(problem: Problem, backend: Any, order: Sequence[Backend]) -> Backend:
+def name_of(backend: str | Backend) -> str:
+    """The name under which `find` knows a backend; a Backend that is not one of dsattn's gets one while it lives."""
+    if not isinstance(backend, Backend):
+        if not isinstance(backend, str):
+            raise BadInput("backend", given=type(backend).__name__, needed='"auto", a name of backends(), or a Backend')
+        return backend
+    name = f"{backend.name} at {id(backend):#x}"
+    _GIVEN[name] = backend
+    return name
+
+
+def choose(problem: Problem, backend: str, order: Sequence[Backend]) -> Backend:
     """The backend that runs `problem`.
 
     Args:
         problem: the call.
-        backend: "auto" for the first of `order` that takes the problem, a name, or a Backend object. A named backend
-            never falls back.
+        backend: "auto" for the first of `order` that takes the problem, or a name. A named backend never falls back.
         order: the known backends, best first.
 
     Raises:
@@ -28,7 +39,7 @@ def choose(problem: Problem, backend: Any, order: Sequence[Backend]) -> Backend:
         BackendMissing: the named backend is absent here.
     """
     if backend != "auto":
-        chosen = backend if isinstance(backend, Backend) else find(backend, order)
+        chosen = find(backend, order)
         reason = chosen.supports(problem)
         if reason is not None:
             raise UnsupportedProblem(f"{problem.operator} on backend {chosen.name!r}", given=reason)
@@ -46,13 +57,15 @@ def choose(problem: Problem, backend: Any, order: Sequence[Backend]) -> Backend:
     raise UnsupportedProblem(problem.operator, given=listed)
 
 
-def find(name: Any, order: Sequence[Backend]) -> Backend:
+def find(name: str, order: Sequence[Backend]) -> Backend:
     """The backend called `name`.
 
     Raises:
         BadInput: no backend has that name; the message lists the names.
         BackendMissing: it is known, but its package, compiler or device is absent here; the message has the cause.
     """
+    if name in _GIVEN:
+        return _GIVEN[name]
     for backend in order:
         if backend.name == name:
             cause = backend.missing()

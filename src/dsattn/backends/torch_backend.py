@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
-from dsattn.backends.base import Backend
+from dsattn.backends.base import AttentionGradients, Backend, IndexerGradients
 from dsattn.layouts import CausalLayout, TopK
-from dsattn.ops import functions
+from dsattn.ops.attention import attend, attend_backward
+from dsattn.ops.indexer import all_scores, all_scores_backward
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
+from dsattn.ops.loss import indexer_kl
+from dsattn.ops.support import Selected, Support, Visible
 from dsattn.ops.topk import select
 from dsattn.spec.problem import Problem
 
@@ -29,21 +30,36 @@ class TorchBackend(Backend):
 
     def indexer_scores(self, x: IndexerInputs, layout: CausalLayout) -> Tensor:
         """See `Backend.indexer_scores`."""
-        return functions.indexer_scores(x, layout)
+        return all_scores(x, Visible.of(layout, x.index_q.device))
+
+    def indexer_scores_backward(self, x: IndexerInputs, layout: CausalLayout, d_scores: Tensor) -> IndexerGradients:
+        """See `Backend.indexer_scores_backward`."""
+        return all_scores_backward(x, Visible.of(layout, x.index_q.device), d_scores)
 
     def indexer_topk(self, x: IndexerInputs, layout: CausalLayout, top_k: int, return_scores: bool) -> TopK:
         """See `Backend.indexer_topk`."""
-        x = replace(x, index_q=x.index_q.detach(), index_k=x.index_k.detach(), weights=x.weights.detach())
-        ids, lengths, scores = select(x, layout, top_k, return_scores)
+        ids, lengths, scores = select(x, Visible.of(layout, x.index_q.device), top_k, return_scores)
         return TopK._trusted(ids, lengths, scores, num_q=layout.num_q, num_k=layout.num_k)
 
     def sparse_attention(self, a: AttentionInputs, topk: TopK) -> tuple[Tensor, Tensor]:
         """See `Backend.sparse_attention`."""
-        return functions.attention(a, (topk.indices, topk.lengths))
+        return attend(a, _selected(topk))
+
+    def sparse_attention_backward(
+        self, a: AttentionInputs, topk: TopK, out: Tensor, lse: Tensor, d_out: Tensor
+    ) -> AttentionGradients:
+        """See `Backend.sparse_attention_backward`; the softmax is computed again, out and lse are not read."""
+        return attend_backward(a, _selected(topk), d_out)
 
     def dense_attention(self, a: AttentionInputs, layout: CausalLayout) -> tuple[Tensor, Tensor]:
         """See `Backend.dense_attention`."""
-        return functions.attention(a, layout)
+        return attend(a, Visible.of(layout, a.kv.device))
+
+    def dense_attention_backward(
+        self, a: AttentionInputs, layout: CausalLayout, out: Tensor, lse: Tensor, d_out: Tensor
+    ) -> AttentionGradients:
+        """See `Backend.dense_attention_backward`; the softmax is computed again, out and lse are not read."""
+        return attend_backward(a, Visible.of(layout, a.kv.device), d_out)
 
     def indexer_loss(
         self,
@@ -53,6 +69,12 @@ class TorchBackend(Backend):
         topk: TopK | None,
         lse: Tensor | None,
         options: LossOptions,
-    ) -> Tensor:
-        """See `Backend.indexer_loss`; `lse` is not read, since each block's softmax is computed here anyway."""
-        return functions.indexer_loss(x, a, layout if topk is None else (topk.indices, topk.lengths), options)
+        with_gradients: bool,
+    ) -> tuple[Tensor, IndexerGradients | None]:
+        """See `Backend.indexer_loss`; the softmax is computed again, lse is not read."""
+        support: Support = Visible.of(layout, a.kv.device) if topk is None else _selected(topk)
+        return indexer_kl(x, a, support, options, with_gradients)
+
+
+def _selected(topk: TopK) -> Selected:
+    return Selected(topk.indices, topk.lengths, topk.num_k)

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError
 
+import dsattn
 from dsattn.cli.doctor import doctor
 from dsattn.cli.verify import verify
 from dsattn.errors import BadInput
-from dsattn.verify.environment import package_version
 
 app = App(
     name="dsattn",
     help="Exact operators of DeepSeek sparse attention, and proof of what runs them.",
-    version=lambda: package_version("dsattn") or "not installed (run from its source tree)",
+    version=dsattn.__version__,
     help_format="plaintext",
 )
 app.command(verify)

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from jaxtyping import Float
 from torch import Tensor
 
 from dsattn.functional.call import Choice, run_attention
 from dsattn.functional.validation import check_attention, check_flag, check_topk, rows_of, rows_of_topk
 from dsattn.layouts import CausalLayout, TopK
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    topk: TopK,
+    *,
+    value_dim: int,
+    softmax_scale: float,
+    sink: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: Choice = "auto",
+) -> Tensor: ...
+
+
+@overload
+def sparse_attention(
+    q: Tensor,
+    kv: Tensor,
+    topk: TopK,
+    *,
+    value_dim: int,
+    softmax_scale: float,
+    sink: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: Choice = "auto",
+) -> tuple[Tensor, Tensor]: ...
 
 
 def sparse_attention(
@@ -51,8 +81,36 @@ def sparse_attention(
     rows = rows_of_topk(topk)
     a = check_attention(rows, q, kv, value_dim, softmax_scale, sink)
     check_flag("return_lse", return_lse)
-    (out, lse), _ = run_attention(rows, a, check_topk(rows, topk), backend)
+    out, lse = run_attention(rows, a, check_topk(rows, topk), backend)
     return (rows.unpack(out), rows.unpack(lse)) if return_lse else rows.unpack(out)
+
+
+@overload
+def dense_attention(
+    q: Tensor,
+    kv: Tensor,
+    layout: CausalLayout,
+    *,
+    value_dim: int,
+    softmax_scale: float,
+    sink: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    backend: Choice = "auto",
+) -> Tensor: ...
+
+
+@overload
+def dense_attention(
+    q: Tensor,
+    kv: Tensor,
+    layout: CausalLayout,
+    *,
+    value_dim: int,
+    softmax_scale: float,
+    sink: Tensor | None = None,
+    return_lse: Literal[True],
+    backend: Choice = "auto",
+) -> tuple[Tensor, Tensor]: ...
 
 
 def dense_attention(
@@ -93,5 +151,5 @@ def dense_attention(
     rows = rows_of(layout)
     a = check_attention(rows, q, kv, value_dim, softmax_scale, sink)
     check_flag("return_lse", return_lse)
-    (out, lse), _ = run_attention(rows, a, layout, backend)
+    out, lse = run_attention(rows, a, layout, backend)
     return (rows.unpack(out), rows.unpack(lse)) if return_lse else rows.unpack(out)

@@ -1,4 +1,4 @@
-"""From a validated call to the backend that runs it: each function returns the packed result and the backend's name."""
+"""Validated calls of the operators, packed in and packed out; what public functions share."""
 
 from __future__ import annotations
 
@@ -7,38 +7,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.backends import Backend, choose, ordered
+from dsattn.backends import Backend, name_of
+from dsattn.functional import custom_ops
 from dsattn.functional.validation import Rows
 from dsattn.layouts import CausalLayout, TopK
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
-from dsattn.spec.problem import AttentionSizes, IndexerSizes, Operator, Problem, Support
 
 Choice = str | Backend
 
 
-def run_scores(rows: Rows, x: IndexerInputs, layout: CausalLayout, backend: Choice) -> tuple[Tensor, str]:
+def run_scores(rows: Rows, x: IndexerInputs, layout: CausalLayout, backend: Choice) -> Tensor:
     """Scores [t, s]."""
-    chosen = _choose(backend, "indexer_scores", rows, x=x, layout=layout)
-    return chosen.indexer_scores(x, layout), chosen.name
+    tensors = x.index_q, x.index_k, x.weights
+    common = _common(rows, tensors, backend)
+    return custom_ops.indexer_scores(*tensors, layout._table, sizes=_sizes(layout), **_scoring(x), **common)
 
 
 def run_topk(
     rows: Rows, x: IndexerInputs, layout: CausalLayout, top_k: int, return_scores: bool, backend: Choice
-) -> tuple[TopK, str]:
+) -> TopK:
     """The selection."""
-    chosen = _choose(backend, "indexer_topk", rows, x=x, layout=layout, top_k=top_k)
-    return chosen.indexer_topk(x, layout, top_k, return_scores), chosen.name
+    indices, lengths, scores = custom_ops.indexer_topk(
+        x.index_q.detach(),
+        x.index_k.detach(),
+        x.weights.detach(),
+        layout._table,
+        sizes=_sizes(layout),
+        top_k=top_k,
+        return_scores=return_scores,
+        batch=rows.batch,
+        backend=name_of(backend),
+        **_scoring(x),
+    )
+    return TopK._trusted(indices, lengths, scores if return_scores else None, layout.num_q, layout.num_k)
 
 
-def run_attention(
-    rows: Rows, a: AttentionInputs, keys: CausalLayout | TopK, backend: Choice
-) -> tuple[tuple[Tensor, Tensor], str]:
-    """Output and log-sum-exp over a selection or over all keys that a layout shows."""
+def run_attention(rows: Rows, a: AttentionInputs, keys: CausalLayout | TopK, backend: Choice) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over a selection, or over all keys that a layout shows."""
     if isinstance(keys, TopK):
-        chosen = _choose(backend, "sparse_attention", rows, a=a, top_k=keys.indices.shape[-1])
-        return chosen.sparse_attention(a, keys), chosen.name
-    chosen = _choose(backend, "dense_attention", rows, a=a, layout=keys)
-    return chosen.dense_attention(a, keys), chosen.name
+        where, sizes = (keys.indices, keys.lengths, None), [keys.num_q, keys.num_k, 1]
+    else:
+        where, sizes = (None, None, keys._table), _sizes(keys)
+    common = _common(rows, (a.q, a.kv, a.sink), backend)
+    options = {"value_dim": a.value_dim, "softmax_scale": float(a.softmax_scale)}
+    return custom_ops.attention(a.q, a.kv, a.sink, *where, sizes=sizes, **options, **common)
 
 
 def run_loss(
@@ -50,50 +62,40 @@ def run_loss(
     lse: Tensor | None,
     options: LossOptions,
     backend: Choice,
-) -> tuple[Tensor, str]:
+) -> Tensor:
     """The loss over a selection, or over all keys that the layout shows."""
-    top_k = None if topk is None else topk.indices.shape[-1]
-    support: Support = "visible" if topk is None else "selected"
-    chosen = _choose(backend, "indexer_loss", rows, x=x, a=a, layout=layout, top_k=top_k, support=support)
-    return chosen.indexer_loss(x, a, layout, topk, lse, options), chosen.name
-
-
-def _choose(
-    backend: Choice,
-    operator: Operator,
-    rows: Rows,
-    *,
-    x: IndexerInputs | None = None,
-    a: AttentionInputs | None = None,
-    **sizes: Any,
-) -> Backend:
-    """The backend for a call of `operator`; errors as `dsattn.backends.choose` has them."""
-    trained = []
-    if x is not None:
-        trained += [x.index_q, x.index_k, x.weights]
-    if a is not None and operator != "indexer_loss":
-        trained += [a.q, a.kv] if a.sink is None else [a.q, a.kv, a.sink]
-    problem = Problem(
-        operator=operator,
-        num_q=rows.num_q,
-        num_k=rows.num_k,
-        batch=rows.batch,
-        device=trained[0].device,
-        indexer=None if x is None else _indexer_sizes(x),
-        attention=None if a is None else _attention_sizes(a),
-        requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in trained),
-        **sizes,
+    tensors = x.index_q, x.index_k, x.weights
+    counted = isinstance(options.num_rows, Tensor)
+    loss, *_ = custom_ops.indexer_loss(
+        *tensors,
+        a.q.detach(),
+        a.kv.detach(),
+        layout._table,
+        None if topk is None else topk.indices,
+        None if topk is None else topk.lengths,
+        lse,
+        options.row_mask,
+        options.num_rows if counted else None,
+        sizes=_sizes(layout),
+        softmax_scale=float(a.softmax_scale),
+        coeff=float(options.coeff),
+        reduction=options.reduction,
+        num_rows=None if counted else options.num_rows,
+        tp_group=None if options.tp_group is None else options.tp_group.group_name,
+        **_scoring(x),
+        **_common(rows, tensors, backend),
     )
-    return choose(problem, backend, ordered())
+    return loss
 
 
-def _indexer_sizes(x: IndexerInputs) -> IndexerSizes:
-    _, heads, width = x.index_q.shape
-    return IndexerSizes(heads=heads, width=width, dtype=x.index_q.dtype, weights_dtype=x.weights.dtype, relu=x.relu)
+def _sizes(layout: CausalLayout) -> list[int]:
+    return [layout.num_q, layout.num_k, layout.ratio]
 
 
-def _attention_sizes(a: AttentionInputs) -> AttentionSizes:
-    _, heads, width = a.q.shape
-    return AttentionSizes(
-        heads=heads, key_width=width, value_width=a.value_dim, dtype=a.kv.dtype, sink=a.sink is not None
-    )
+def _scoring(x: IndexerInputs) -> dict[str, Any]:
+    return {"scale": float(x.scale), "relu": x.relu}
+
+
+def _common(rows: Rows, tensors: tuple[Tensor | None, ...], backend: Choice) -> dict[str, Any]:
+    requires_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return {"batch": rows.batch, "requires_grad": requires_grad, "backend": name_of(backend)}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dsattn.functional.call import Choice, run_attention, run_loss, run_topk
+from dsattn.functional.problems import last_backend
 from dsattn.functional.validation import (
     Rows,
     check_attention,
@@ -21,6 +23,7 @@ from dsattn.functional.validation import (
 )
 from dsattn.layouts import CausalLayout, TopK
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
+from dsattn.spec.problem import Operator
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class DSAOutput:
         lse: natural log-sum-exp [t, h] or [b, sq, h], sink excluded, not differentiable.
         topk: the selection, None when nothing needed one.
         loss: the indexer loss, None for loss="none".
-        backend: which backend ran each operator.
+        backend: which backend ran each operator; empty under `torch.compile`, which runs them later.
     """
 
     out: Tensor
@@ -125,16 +128,24 @@ def _run(
     backend: Choice,
 ) -> DSAOutput:
     """The operators of a validated call, one after the other; `selection` is a TopK, or the top_k of a new one."""
-    ran: dict[str, str] = {}
     topk = selection if isinstance(selection, TopK) else None
+    ran: dict[str, str] = {}
     if x is not None and isinstance(selection, int):
-        topk, ran["indexer_topk"] = run_topk(rows, x, layout, selection, False, backend)
+        topk = run_topk(rows, x, layout, selection, False, backend)
+        _record(ran, "indexer_topk")
     keys = topk if attend == "selected" and topk is not None else layout
-    (out, lse), ran[f"{'sparse' if keys is topk else 'dense'}_attention"] = run_attention(rows, a, keys, backend)
+    out, lse = run_attention(rows, a, keys, backend)
+    _record(ran, "dense_attention" if keys is layout else "sparse_attention")
     value = None
     if x is not None and loss != "none":
         chosen = topk if loss == "selected" else None
-        same_keys = lse if loss == attend else None
-        value, ran["indexer_loss"] = run_loss(rows, x, a, layout, chosen, same_keys, options, backend)
+        value = run_loss(rows, x, a, layout, chosen, lse if loss == attend else None, options, backend)
+        _record(ran, "indexer_loss")
     batched = None if topk is None else rows.unpack_topk(topk)
     return DSAOutput(rows.unpack(out), rows.unpack(lse), batched, value, ran)
+
+
+def _record(ran: dict[str, str], operator: Operator) -> None:
+    # A compiled graph chooses when it runs: what runs is not known while it is traced.
+    if not torch.compiler.is_compiling():
+        ran[operator] = last_backend()

@@ -46,7 +46,7 @@ def indexer_scores(
     """
     rows = rows_of(layout)
     x = check_indexer(rows, index_q, index_k, weights, scale, relu)
-    return run_scores(rows, x, layout, backend)[0]
+    return run_scores(rows, x, layout, backend)
 
 
 def indexer_topk(
@@ -91,5 +91,4 @@ def indexer_topk(
     x = check_indexer(rows, index_q, index_k, weights, scale, relu)
     top_k = check_integer("top_k", top_k, 1)
     check_flag("return_scores", return_scores)
-    topk, _ = run_topk(rows, x, layout, top_k, return_scores, backend)
-    return rows.unpack_topk(topk)
+    return rows.unpack_topk(run_topk(rows, x, layout, top_k, return_scores, backend))

@@ -76,4 +76,4 @@ def indexer_loss(
     options = check_loss(
         rows, coeff=coeff, reduction=reduction, num_rows=num_rows, row_mask=row_mask, tp_group=tp_group
     )
-    return run_loss(rows, x, a, layout, selection, check_lse(rows, lse, a), options, backend)[0]
+    return run_loss(rows, x, a, layout, selection, check_lse(rows, lse, a), options, backend)

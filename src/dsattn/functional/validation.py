@@ -71,7 +71,7 @@ class Rows:
 
     def unpack_topk(self, topk: TopK) -> TopK:
         """A packed selection in the form of the call."""
-        return topk if self.batch is None else topk._batched(self.batch)
+        return topk if self.batch is None else topk._batched(self.batch, self.num_q // max(1, self.batch))
 
 
 def rows_of(layout: Any) -> Rows:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from collections.abc import Iterable
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from jaxtyping import Int64
@@ -12,15 +12,11 @@ from torch import Tensor
 
 from dsattn.errors import BadInput
 
-if TYPE_CHECKING:
-    Integer = SupportsIndex
-    Integers = Sequence[SupportsIndex] | Tensor
-    Side = Literal["left", "right"]
-    Scheme = Literal["zigzag", "contiguous"]
-    Space = Literal["flat", "local", "seq_major"]
-else:
-    # These arguments are checked by value and refused with BadInput, so a run-time type checker lets all of them in.
-    Integer = Integers = Side = Scheme = Space = object
+Integer = SupportsIndex
+Integers = Iterable[SupportsIndex] | Tensor
+Side = Literal["left", "right"]
+Scheme = Literal["zigzag", "contiguous"]
+Space = Literal["flat", "local", "seq_major"]
 
 LIMIT = 2**31  # rows and positions are int32 in every kernel
 
@@ -167,5 +163,5 @@ def _from_sequence(what: str, value: Any) -> Tensor:
     except TypeError as cause:
         given = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
         raise BadInput(what, given=given, needed="a sequence of integers") from cause
-    except (OverflowError, RuntimeError) as cause:
+    except (OverflowError, RuntimeError, ValueError) as cause:
         raise BadInput(what, given="an entry that does not fit 64 bits", needed=f"entries below {LIMIT}") from cause

@@ -69,7 +69,7 @@ class TopK:
     def from_ids(cls, ids: Shaped[Tensor, "*rows k"], layout: CausalLayout, *, space: Space = "flat") -> TopK:
         """The selection that the ids of another library mean: sorted, compacted and validated.
 
-        Waits for the device once (and for the copy of the layout's windows, the first time).
+        Waits for the device once, and where the layout's windows or key ranges have to be copied to it.
 
         Semantics:
             Any order. -1 and every id out of range is an unused slot: outside [0, num_k) for "flat" and "seq_major",
@@ -93,25 +93,9 @@ class TopK:
         if ids.shape[:-1].numel() != layout.num_q:
             needed = f"{layout.num_q} rows, as the layout has"
             raise BadInput("ids", given=f"shape {list(ids.shape)}", needed=needed)
-        keys = _to_flat(ids.detach(), layout, space).flatten(0, -2).sort(dim=-1).values
+        keys = _to_flat(ids, layout, space).flatten(0, -2).sort(dim=-1).values
         used = keys != _UNUSED
-        start, end = (bound[:, None] for bound in layout._shared_bounds(ids.device))
-        twice = used[:, 1:] & (keys[:, 1:] == keys[:, :-1])
-        unseen = used & ((keys < start) | (keys >= end))
-        bad_twice, bad_unseen = first_bad_rows([twice, unseen])
-        if bad_unseen is not None:
-            key = int(keys[bad_unseen][unseen[bad_unseen]][0])
-            window = f"[{int(start[bad_unseen])}, {int(end[bad_unseen])})"
-            raise BadInput(
-                entry_name("ids", bad_unseen, None, ids.shape),
-                given=f"an id that means key row {key} in space {space!r}",
-                needed=f"key rows in {window}, the window of query row {bad_unseen}",
-                fix="check space=, and that the layout is that of the ids",
-            )
-        if bad_twice is not None:
-            key = int(keys[bad_twice, 1:][twice[bad_twice]][0])
-            given = f"key row {key} twice (space {space!r})"
-            raise BadInput(entry_name("ids", bad_twice, None, ids.shape), given=given, needed="no duplicates in a row")
+        _check_keys(keys, used, layout, space, ids.shape)
         indices = keys.masked_fill(~used, -1).reshape(ids.shape)
         lengths = used.sum(-1, dtype=torch.int32).reshape(ids.shape[:-1])
         return cls._trusted(indices, lengths, None, layout.num_q, layout.num_k)
@@ -138,7 +122,7 @@ class TopK:
         if space == "flat":
             return self.indices.clone()
         if space == "seq_major":
-            b, sk = _batch_sizes(self.indices, layout)
+            b, sk = _batch_sizes("indices", self.indices, layout)
             ids = self.indices % max(sk, 1) * b + self.indices // max(sk, 1)
             return torch.where(self.indices < 0, -1, ids)
         start, length = _row_ranges(self.indices, layout)
@@ -185,6 +169,27 @@ class TopK:
         return f"TopK({list(self.indices.shape)} on {self.indices.device}, {scores}, {sizes})"
 
 
+def _check_keys(keys: Tensor, used: Tensor, layout: CausalLayout, space: Space, shape: torch.Size) -> None:
+    """Refuses sorted key rows [t, k] that a row cannot see or that it has twice; waits for the device once."""
+    start, end = (bound[:, None] for bound in layout._shared_bounds(keys.device))
+    twice = used[:, 1:] & (keys[:, 1:] == keys[:, :-1])
+    unseen = used & ((keys < start) | (keys >= end))
+    bad_twice, bad_unseen = first_bad_rows([twice, unseen])
+    if bad_unseen is not None:
+        key = int(keys[bad_unseen][unseen[bad_unseen]][0])
+        window = f"[{int(start[bad_unseen])}, {int(end[bad_unseen])})"
+        raise BadInput(
+            entry_name("ids", bad_unseen, None, shape),
+            given=f"an id that means key row {key} in space {space!r}",
+            needed=f"key rows in {window}, the window of query row {bad_unseen}",
+            fix="check space=, and that the layout is that of the ids",
+        )
+    if bad_twice is not None:
+        key = int(keys[bad_twice, 1:][twice[bad_twice]][0])
+        what = entry_name("ids", bad_twice, None, shape)
+        raise BadInput(what, given=f"key row {key} twice (space {space!r})", needed="no duplicates in a row")
+
+
 def _to_flat(ids: Tensor, layout: CausalLayout, space: Space) -> Tensor:
     """The ids as int32 key rows, with _UNUSED in unused slots."""
     if space == "local":
@@ -195,17 +200,17 @@ def _to_flat(ids: Tensor, layout: CausalLayout, space: Space) -> Tensor:
         used = (ids >= 0) & (ids < layout.num_k)
         keys = ids
         if space == "seq_major":
-            b, sk = _batch_sizes(ids, layout)
+            b, sk = _batch_sizes("ids", ids, layout)
             keys = ids % max(b, 1) * sk + ids // max(b, 1)
     # Out-of-range ids may have wrapped around above; they are masked here.
     return torch.where(used, keys, _UNUSED).to(torch.int32)
 
 
-def _batch_sizes(ids: Tensor, layout: CausalLayout) -> tuple[int, int]:
+def _batch_sizes(what: str, ids: Tensor, layout: CausalLayout) -> tuple[int, int]:
     """Sizes b and sk of a BSHD call."""
     if ids.ndim != 3:
         needed = "shape [b, sq, k] for space 'seq_major', which interleaves the sequences"
-        raise BadInput("ids", given=f"shape {list(ids.shape)}", needed=needed)
+        raise BadInput(what, given=f"shape {list(ids.shape)}", needed=needed)
     b = ids.shape[0]
     if layout.num_k % max(b, 1):
         raise BadInput("num_k", given=layout.num_k, needed=f"a multiple of b = {b} for space 'seq_major'")

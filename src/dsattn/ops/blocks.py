@@ -134,7 +134,7 @@ def run_blocks(work: Callable[[B], None], blocks: Sequence[B], device: torch.dev
 @lru_cache(maxsize=1)
 def _pool(threads: int) -> ThreadPoolExecutor:
     """A pool of `threads` workers whose PyTorch operators each run on one thread."""
-    pool = ThreadPoolExecutor(threads, "dsattn", initializer=torch.set_num_threads, initargs=(1,))
+    pool = ThreadPoolExecutor(threads, "dsattn", initializer=_use_one_thread)
     started = threading.Barrier(threads + 1)
     for _ in range(threads):
         pool.submit(started.wait)
@@ -142,6 +142,12 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     # The call in each worker also wrote the process-wide default, which threads started later would read.
     torch.set_num_threads(threads)
     return pool
+
+
+def _use_one_thread() -> None:
+    # The first operator of a thread would take the process-wide number over; asking for it does that now.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 if hasattr(os, "register_at_fork"):

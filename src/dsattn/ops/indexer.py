@@ -5,7 +5,7 @@ score[i, j] = scale * sum_h weights[i, h] * relu(index_q[i, h] . index_k[j])
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsattn.ops.blocks import Block, buffer_bytes, run_blocks
 from dsattn.ops.inputs import IndexerInputs
-from dsattn.ops.numerics import exact_products
+from dsattn.ops.numerics import exact_products, is_finite
 from dsattn.ops.products import head_dots, mix_keys, mix_queries
 from dsattn.ops.support import Visible, accumulate
 
@@ -38,12 +38,14 @@ def all_scores(x: IndexerInputs, support: Visible) -> Float[Tensor, "t s"]:
 
 
 def all_scores_backward(
-    x: IndexerInputs, support: Visible, d_table: Float[Tensor, "t s"], finite: bool
+    x: IndexerInputs, support: Visible, d_table: Float[Tensor, "t s"]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of index_q, index_k and weights for the gradient of the table of `all_scores`."""
-    d_index_q, d_weights = torch.zeros_like(x.index_q), torch.zeros_like(x.weights)
+    d_index_q = torch.zeros_like(x.index_q, memory_format=torch.contiguous_format)
+    d_weights = torch.zeros_like(x.weights, memory_format=torch.contiguous_format)
+    finite = is_finite(x.index_q, x.index_k, x.weights)
 
-    def work(block: Block, totals: list[Tensor]) -> None:
+    def work(block: Block, totals: Sequence[Tensor]) -> None:
         rows = slice(block.q_begin, block.q_end)
         seen = support.seen(block)
         d_scores = d_table[rows, block.k_begin : block.k_end].to(x.dtype).masked_fill(~seen, 0)

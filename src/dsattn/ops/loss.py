@@ -17,8 +17,8 @@ from torch import Tensor
 from dsattn.ops.attention import attention_probabilities
 from dsattn.ops.blocks import Block
 from dsattn.ops.indexer import block_scores, block_scores_backward
-from dsattn.ops.inputs import AttentionInputs, IndexerInputs
-from dsattn.ops.numerics import exact_products, is_finite
+from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
+from dsattn.ops.numerics import exact_products, is_finite, unscaled_gradient_dtype
 from dsattn.ops.softmax import masked_softmax
 from dsattn.ops.support import Support, accumulate
 
@@ -29,24 +29,24 @@ def indexer_kl(
     x: IndexerInputs,
     a: AttentionInputs,
     support: Support,
-    row_weights: Float[Tensor, " t"],
-    tp_group: dist.ProcessGroup | None,
+    options: LossOptions,
     with_gradients: bool,
 ) -> tuple[Float[Tensor, ""], LossGradients | None]:
     """The loss in the dtype of scores, and if asked for its gradients of index_q, index_k and weights.
 
-    Gradients are those of the loss itself; they keep the dtype of their inputs, but for fp16, which would lose small
-    ones before a loss scaler has multiplied them: these stay fp32.
+    Gradients are those of the loss itself, in the dtypes of `unscaled_gradient_dtype`.
 
     Args:
         x: the indexer's side.
         a: the attention's side; its sink takes no part.
-        support: the keys that both softmaxes run over; rows that take no part have none.
-        row_weights: coefficient over row count, in the dtype of scores.
-        tp_group: ranks over whose heads the teacher is summed.
+        support: the keys that both softmaxes run over.
+        options: what turns the KL of rows into the loss.
         with_gradients: whether to compute gradients.
     """
-    device = x.index_q.device
+    device, tp_group = x.index_q.device, options.tp_group
+    if options.row_mask is not None:
+        support = support.masked(options.row_mask)
+    row_weights = _row_weights(support, options, x.dtype)
     kl = torch.zeros(support.num_q, dtype=x.dtype, device=device)
     d_index_q = _gradient_buffer(x.index_q) if with_gradients else None
     d_weights = _gradient_buffer(x.weights) if with_gradients else None
@@ -79,9 +79,19 @@ def indexer_kl(
     return loss, (d_index_q, d_index_k[0].to(d_index_q.dtype), d_weights)
 
 
+def _row_weights(support: Support, options: LossOptions, dtype: torch.dtype) -> Float[Tensor, " t"]:
+    """What the KL of each row is multiplied by; 0 for rows that take no part."""
+    counted = support.has_keys()
+    rows: int | Tensor = 1
+    if options.num_rows is not None:
+        rows = options.num_rows
+    elif options.reduction == "mean":
+        rows = counted.sum().clamp(min=1)
+    return counted.to(dtype) * options.coeff / rows
+
+
 def _gradient_buffer(x: Tensor) -> Tensor:
-    dtype = torch.float32 if x.dtype == torch.float16 else x.dtype
-    return torch.zeros(x.shape, dtype=dtype, device=x.device)
+    return torch.zeros(x.shape, dtype=unscaled_gradient_dtype(x.dtype), device=x.device)
 
 
 def _teacher(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +20,23 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def unscaled_gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a loss gradient that an upstream gradient is still to multiply.
+
+    fp32 for fp16: a loss scaler's factor would come too late for what fp16 has rounded to 0.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
 @contextmanager
-def exact_products(device: torch.device) -> Iterator[None]:
+def exact_products(device: torch.device) -> Generator[None]:
     """Products in full precision: autocast is off and fp32 products run neither in TF32 nor in bf16 parts.
 
     The switches of PyTorch are global to the process, so the outermost block saves them and the last one out puts
     them back; a backward in another thread may overlap with a forward.
     """
     global _DEPTH
-    switches = {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn.matmul}
+    switches: dict[str, Any] = {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn.matmul}  # pyrefly: ignore[missing-attribute]
     with torch.autocast(device.type, enabled=False):
         with _LOCK:
             if _DEPTH == 0:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def masked_softmax(logits: Float[Tensor, "*r n"], seen: Bool[Tensor, "*r n"]) -> tuple[Tensor, Tensor]:
+def masked_softmax(logits: Float[Tensor, "*r n"], seen: Bool[Tensor, "*#r n"]) -> tuple[Tensor, Tensor]:
     """Probabilities (exactly 0 at unseen keys) and natural log-sum-exp of the seen logits; `logits` is overwritten.
 
     A row that sees nothing has probabilities 0 and log-sum-exp -inf. A row with a NaN or a +inf logit has NaN

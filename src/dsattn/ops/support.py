@@ -21,9 +21,17 @@ from dsattn.ops.blocks import Block, buffer_bytes, even_blocks, lanes_for, plan_
 class Support(ABC):
     """The keys of each query row of a call with `num_q` query rows and `num_k` key rows."""
 
-    num_q: int
-    num_k: int
     shared: bool
+
+    @property
+    @abstractmethod
+    def num_q(self) -> int:
+        """t."""
+
+    @property
+    @abstractmethod
+    def num_k(self) -> int:
+        """s."""
 
     @abstractmethod
     def blocks(self, pair_bytes: int, key_bytes: int) -> Sequence[Block]:
@@ -113,13 +121,18 @@ class Selected(Support):
 
     ids: Tensor
     lengths: Tensor
-    num_k: int
+    key_rows: int
     shared = False
 
     @property
     def num_q(self) -> int:
         """t."""
         return self.ids.shape[0]
+
+    @property
+    def num_k(self) -> int:
+        """s."""
+        return self.key_rows
 
     def blocks(self, pair_bytes: int, key_bytes: int) -> Sequence[Block]:  # noqa: D102
         device, width = self.ids.device, self.ids.shape[1]
@@ -151,7 +164,7 @@ class Selected(Support):
         total.index_add_(0, rows.flatten(), d_keys.flatten(0, 1))
 
     def masked(self, row_mask: Bool[Tensor, " t"]) -> Selected:  # noqa: D102
-        return Selected(self.ids, self.lengths * row_mask, self.num_k)
+        return Selected(self.ids, self.lengths * row_mask, self.key_rows)
 
     def has_keys(self) -> Bool[Tensor, " t"]:  # noqa: D102
         return self.lengths > 0

@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from dsattn.layouts import CausalLayout
 from dsattn.ops.blocks import Block, run_blocks
 from dsattn.ops.indexer import block_scores
 from dsattn.ops.inputs import IndexerInputs
@@ -16,17 +15,16 @@ from dsattn.ops.support import Visible
 Selection = tuple[Int[Tensor, "t k"], Int[Tensor, " t"], Tensor | None]
 
 
-def select(x: IndexerInputs, layout: CausalLayout, top_k: int, return_scores: bool) -> Selection:
+def select(x: IndexerInputs, support: Visible, top_k: int, return_scores: bool) -> Selection:
     """Ids int32 [t, k], lengths int32 [t] and scores [t, k] (None unless asked for) of every row's top-k.
 
     Semantics: the min(k, visible) visible keys first in (score descending, key row ascending), exactly for the scores
     computed here; NaN ranks above all numbers; ids ascending, unused slots -1 with score -inf.
     """
     device = x.index_q.device
-    support = Visible.of(layout, device)
-    ids = torch.full((layout.num_q, top_k), -1, dtype=torch.int32, device=device)
+    ids = torch.full((support.num_q, top_k), -1, dtype=torch.int32, device=device)
     lengths = (support.end - support.start).clamp(max=top_k)
-    kept = torch.full((layout.num_q, top_k), -torch.inf, dtype=x.dtype, device=device) if return_scores else None
+    kept = torch.full((support.num_q, top_k), -torch.inf, dtype=x.dtype, device=device) if return_scores else None
 
     def work(block: Block) -> None:
         rows = slice(block.q_begin, block.q_end)

@@ -129,7 +129,8 @@ def _batched() -> list[Case]:
 
 def _packed() -> list[Case]:
     def case(name: str, shows: str, layout: Callable[[], CausalLayout], **options: Any) -> Case:
-        return Case(name=name, shows=shows, layout=layout, **{"tags": ("packed",), **options})
+        options = {"tags": ("packed",), **options}
+        return Case(name=name, shows=shows, layout=layout, **options)
 
     documents = [0, 13, 14, 60, 77, 120]
     whole = CausalLayout.packed
@@ -205,7 +206,8 @@ def _context_parallel() -> list[Case]:
 def _selection() -> list[Case]:
     def case(name: str, shows: str, **options: Any) -> Case:
         layout = options.pop("layout", lambda: CausalLayout.packed([0, 17, 80]))
-        return Case(name=name, shows=shows, layout=layout, **{"operators": ALL, "tags": ("top-k",), **options})
+        options = {"tags": ("top-k",), **options}
+        return Case(name=name, shows=shows, layout=layout, **options)
 
     grid: dict[str, Any] = {"grid": True, "tags": ("top-k", "ties")}
     return [

@@ -70,9 +70,9 @@ class _Rows:
 
 def compare(
     name: str,
-    got: Float[Tensor, "..."],
+    got: Float[Tensor, "*_"],
     exact: Exact,
-    plain: Float[Tensor, "..."],
+    plain: Float[Tensor, "*_"],
     *,
     factor: float,
     rows: Sequence[int] | Tensor | None = None,
@@ -149,7 +149,7 @@ def _measure_block(got: Tensor, exact: Exact, plain: Tensor, factor: float, rows
     budget = factor * plain_error.amax(-1, keepdim=True) + floor
     ratio, worst = (error / budget).max(-1)
     finite_value = torch.where(finite, value, 0.0)
-    # A reference within its own float64 rounding, or below the smallest number of the result, may rightly come out as 0.
+    # A reference within its own float64 rounding, or below the least number of the result, may rightly come out as 0.
     smallest = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps
     least = FLOOR_EPS * torch.finfo(torch.float64).eps * terms + smallest
     return _Rows(

@@ -130,8 +130,8 @@ def compare_topk(
         rows: the rows of `topk_indices` that are compared, in the order of `scores`; None for all of them.
 
     Semantics:
-        Also checked: the count, ids in range, ascending and once each, -1 in unused slots; with `returned_scores` that
-        they are within tau and -inf in unused slots. NaN scores stand first and are equal to each other.
+        The count must be right, ids in range, ascending and once each, and unused slots -1; `returned_scores` must be
+        within tau, and -inf in unused slots. NaN scores stand first and are equal to each other.
     """
     table = _table(scores.value if isinstance(scores, Exact) else scores, visible, top_k, tau)
     device, count = table.score.device, len(table.score)
@@ -216,9 +216,10 @@ def _recall(selection: _Selection, table: _Table) -> Tensor:
     chosen = torch.zeros(table.score.shape, dtype=torch.int64, device=table.score.device)
     chosen = chosen.scatter_add(-1, selection.ids, selection.used.long()) > 0
     good = table.rank >= (table.kth - table.tau)[:, None]
-    right = (chosen & good & table.visible).sum(-1)
+    # Keys that are not visible rank below everything, so they are neither right nor missing.
+    right = (chosen & good).sum(-1)
     wrong = torch.maximum(selection.used.sum(-1), table.need) - right
-    missing = (~chosen & table.visible & (table.rank > (table.kth + table.tau)[:, None])).sum(-1)
+    missing = (~chosen & (table.rank > (table.kth + table.tau)[:, None])).sum(-1)
     recall = (table.need - torch.maximum(wrong, missing)).clamp(min=0).double() / table.need.clamp(min=1)
     return torch.where(table.need > 0, recall, 1.0)
 

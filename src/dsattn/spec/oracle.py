@@ -124,7 +124,7 @@ def attention(
     sink: Float[Tensor, " h"] | None = None,
     d_out: Float[Tensor, "t h d_v"] | None = None,
 ) -> dict[str, Exact]:
-    """"out" [t, h, d_v] and "lse" [t, h]; with `d_out` also "d_q", "d_kv" and, where there is a sink, "d_sink".
+    """The results `out` [t, h, d_v] and `lse` [t, h]; with `d_out` also `d_q`, `d_kv` and, given a sink, `d_sink`.
 
         logit[i, h, j] = softmax_scale * q[i, h] . kv[j]
         lse[i, h] = log sum_j exp logit                  (natural log, sink excluded)
@@ -181,9 +181,9 @@ def _attention_backward_row(
 ) -> None:
     """Adds the gradients of query row i: query [h, d_qk], key [n, d_qk], prob [h, n], sink_prob [h], d_out [h, d_v].
 
-        d_prob = d_out . value             d_logit = prob * (d_prob - sum_j prob * d_prob)
-        d_q = scale * d_logit . key        d_kv = scale * d_logit^T . q, and prob^T . d_out in the value columns
-        d_sink = - sink_prob * sum_j prob * d_prob
+    d_prob = d_out . value             d_logit = prob * (d_prob - sum_j prob * d_prob)
+    d_q = scale * d_logit . key        d_kv = scale * d_logit^T . q, and prob^T . d_out in the value columns
+    d_sink = - sink_prob * sum_j prob * d_prob
     """
     value_dim = d_out.shape[-1]
     value = key[:, :value_dim]
@@ -209,7 +209,7 @@ def _attention_backward_row(
 def head_probabilities(
     q: Float[Tensor, "t h d_qk"], kv: Float[Tensor, "s d_qk"], support: Rows, *, softmax_scale: float
 ) -> Rows:
-    """The teacher before its normalisation, float64: per row and key of the support, softmax_j(logit) summed over heads.
+    """The teacher before it is normalised, float64: softmax_j(logit) summed over heads, per row and key of the support.
 
     A tensor-parallel group adds these over its ranks and gives the sums to `indexer_loss` as `teacher`.
 
@@ -244,7 +244,7 @@ def indexer_loss(
     row_mask: Bool[Tensor, " t"] | None = None,
     teacher: Rows | None = None,
 ) -> dict[str, Exact]:
-    """"loss" [] and its gradients "d_index_q", "d_index_k", "d_weights".
+    """The results `loss` [] and its gradients `d_index_q`, `d_index_k`, `d_weights`.
 
         teacher = head_probabilities / their sum over the support; student = softmax of the scores over the support
         loss = coeff * sum_i row_weight_i * sum_j teacher * (log teacher - log student)          (0 log 0 = 0)

@@ -72,7 +72,7 @@ def attention(
     sink: Float[Tensor, " h"] | None = None,
     d_out: Float[Tensor, "t h d_v"] | None = None,
 ) -> dict[str, Tensor]:
-    """"out" [t, h, d_v] and "lse" [t, h]; with `d_out` also "d_q", "d_kv" and, where there is a sink, "d_sink".
+    """The results `out` [t, h, d_v] and `lse` [t, h]; with `d_out` also `d_q`, `d_kv` and, given a sink, `d_sink`.
 
     `out` has kv's dtype, lse is fp32 (fp64 for fp64 inputs), gradients have the dtype of their input.
 
@@ -128,7 +128,9 @@ def indexer_loss(
     row_mask: Bool[Tensor, " t"] | None = None,
     teacher: Rows | None = None,
 ) -> dict[str, Tensor]:
-    """"loss" [] in fp32 (fp64 for fp64 inputs) and "d_index_q", "d_index_k", "d_weights" in the dtype of their input.
+    """The results `loss` [] and its gradients `d_index_q`, `d_index_k`, `d_weights`.
+
+    The loss is fp32 (fp64 for fp64 inputs), gradients have the dtype of their input.
 
     Args:
         index_q: indexer queries.
@@ -200,20 +202,22 @@ def _teacher(
 def _logits(
     query: Tensor, keys: Tensor, ids: Tensor, mask: Tensor, scale: float, fill: float = -torch.inf
 ) -> tuple[Tensor, Tensor]:
-    """The keys [rows, n, d] of a block (0 in unused slots, so that nothing leaks from there) and the logits [rows, h, n]."""
+    """The keys [r, n, d] of a block (0 in unused slots, so that nothing leaks from there) and the logits [r, h, n]."""
     rows, n = ids.shape
     key = keys.index_select(0, ids.flatten()).view(rows, n, keys.shape[-1]).masked_fill(~mask[..., None], 0.0)
     return key, (scale * (query @ key.mT)).masked_fill(~mask[:, None, :], fill)
 
 
 def _blocks(support: Rows, width: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Blocks of the rows that have keys: (row numbers [r], key rows [r, n] padded with 0, mask [r, n] of used slots)."""
+    """Blocks of the rows with keys: (row numbers [r], key rows [r, n] padded with 0, mask [r, n] of used slots)."""
     filled = [i for i, keys in enumerate(support) if keys.numel()]
     longest = max((len(support[i]) for i in filled), default=1)
     step = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // (longest * width)))
     for begin in range(0, len(filled), step):
         block = filled[begin : begin + step]
-        ids = torch.nn.utils.rnn.pad_sequence([support[i].to(device) for i in block], batch_first=True, padding_value=-1)
+        ids = torch.nn.utils.rnn.pad_sequence(
+            [support[i].to(device) for i in block], batch_first=True, padding_value=-1
+        )
         yield torch.tensor(block, dtype=torch.int64, device=device), ids.clamp(min=0), ids >= 0
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+import dsattn
+
 
 def package_version(name: str) -> str | None:
     """The installed version of a package, or None where it is not installed."""
@@ -45,7 +47,7 @@ def cpu_name() -> str:
 def environment() -> dict[str, str | int | list[str]]:
     """What a report says of the machine that it was made on."""
     return {
-        "dsattn": package_version("dsattn") or "not installed (run from its source tree)",
+        "dsattn": dsattn.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "os": platform.platform(),

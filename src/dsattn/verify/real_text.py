@@ -131,6 +131,7 @@ def subjects(*, rows: int = 512, top_k: int = 64, sampled: int | None = None) ->
     text = read_text(rows, top_k)
     layout = CausalLayout.packed(text.cu_seqlens, num_q=text.rows, num_k=text.rows)
     judged = None if sampled is None else _sample(text, sampled)
+    facts = text.facts() if judged is None else {**text.facts(), "judged_rows": len(judged)}
     result = []
     for family, sizes in _FAMILIES.items():
         case = Case(
@@ -139,13 +140,15 @@ def subjects(*, rows: int = 512, top_k: int = 64, sampled: int | None = None) ->
             layout=lambda: layout,
             top_k=top_k,
             grid=True,
+            # A power of two keeps scores exact; this one spreads the student about as far as the teacher.
+            index_scale=2.0**-5,
             num_rows=text.rows,
             sink="normal" if family.startswith("deepseek") else None,
             tags=(SUITE,),
             **sizes,
         )
         tables = _Tables(case, text, judged)
-        result.append(Subject(suite=SUITE, case=case, make_inputs=tables.inputs, rows=judged, facts=text.facts()))
+        result.append(Subject(suite=SUITE, case=case, make_inputs=tables.inputs, rows=judged, facts=facts))
     return result
 
 
@@ -178,8 +181,8 @@ class _Tables:
         tokens[: len(self.text.data)] = torch.frombuffer(bytearray(self.text.data), dtype=torch.uint8).long()
 
         def project(*shape: int) -> Tensor:
-            # A power of two keeps the products exact; it brings their spread back to about that of the grid.
-            table = embedding @ grid(_EMBEDDING, torch.Size(shape).numel()) / 8
+            # A power of two keeps the products exact. This one leaves entries spread over the whole grid.
+            table = embedding @ grid(_EMBEDDING, torch.Size(shape).numel()) / 2
             table = ((table * 8).round() / 8).clamp(-1, 1)
             return table.to(dtype).index_select(0, tokens).unflatten(1, shape)
 
@@ -196,7 +199,9 @@ class _Tables:
             row_mask = torch.zeros(rows, dtype=torch.bool, device="cpu")
             row_mask[self.judged] = True
             d_out.mul_(row_mask[:, None, None])
-        sink = torch.linspace(-2, 2, case.heads, dtype=wide, device="cpu") if case.sink else None
+        sink = None
+        if case.sink is not None:
+            sink = (torch.arange(case.heads, device="cpu") % 33 - 16).to(wide) / 8
         return Inputs(
             index_q=index_q,
             index_k=index_k,

@@ -20,8 +20,8 @@ class Subject:
         suite: the suite's name.
         case: sizes and options.
         make_inputs: the packed tensors on the CPU for a dtype, the same at every call.
-        rows: int64, ascending: the query rows that the oracle judges; None for all. Where given, no other row may send a
-            gradient (`d_out` is zero there, `row_mask` False).
+        rows: int64, ascending: the query rows that the oracle judges; None for all. Where given, no other row may
+            send a gradient (`d_out` is zero there, `row_mask` False).
         facts: what the report says of the subject beside its verdicts.
     """
 

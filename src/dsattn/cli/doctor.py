@@ -1,0 +1,94 @@
+"""`dsattn doctor`: what is installed here, and which operator runs on what."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from dsattn.backends import Backend, ordered
+from dsattn.layouts import CausalLayout
+from dsattn.spec.problem import OPERATORS, AttentionSizes, IndexerSizes, Operator, Problem
+from dsattn.verify.environment import devices, environment, package_version
+from dsattn.verify.records import write
+from dsattn.verify.report import console
+
+_PACKAGES = ("torch", "jaxtyping", "cyclopts", "rich", "jinja2", "packaging")
+_ROWS = 4096
+
+
+def doctor(*, json: Path | None = None) -> int:
+    """Show what is installed here, and which operator runs on what, and why not.
+
+    Every answer is a backend's own, asked for DeepSeek-V3.2's sizes in bf16 with gradients.
+
+    Args:
+        json: also write the answers to this file.
+    """
+    found = examine()
+    out = console()
+    facts = Table(show_header=False, box=None)
+    for name, value in {**found["environment"], **{f"package {k}": v for k, v in found["packages"].items()}}.items():
+        facts.add_row(name, "\n".join(value) if isinstance(value, list) else str(value))
+    out.print(facts)
+    answers = Table(title="operators, DeepSeek-V3.2 sizes, bf16", title_justify="left", title_style="bold")
+    for name in ("operator", "backend", "device", "runs"):
+        answers.add_column(name)
+    for answer in found["operators"]:
+        runs = Text("yes", "green") if answer["runs"] else Text(f"no: {answer['reason']}", "yellow")
+        answers.add_row(answer["operator"], answer["backend"], answer["device"], runs)
+    out.print(answers)
+    if json is not None:
+        write(json, json_format.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """Environment, package versions, and each operator x backend x device with yes or the reason why not."""
+    answers = []
+    for operator in OPERATORS:
+        for backend in ordered():
+            for device in devices():
+                reason = ask(backend, problem(operator, device))
+                answers.append(
+                    {
+                        "operator": operator,
+                        "backend": backend.name,
+                        "device": str(device),
+                        "runs": reason is None,
+                        "reason": reason or "",
+                    }
+                )
+    return {
+        "environment": environment(),
+        "packages": {name: package_version(name) or "not installed" for name in _PACKAGES},
+        "operators": answers,
+    }
+
+
+def ask(backend: Backend, asked: Problem) -> str | None:
+    """Why a backend does not run a problem here; None if it does."""
+    return backend.missing() or backend.supports(asked)
+
+
+def problem(operator: Operator, device: torch.device) -> Problem:
+    """A call of an operator in DeepSeek-V3.2's sizes: one document, bf16, with gradients."""
+    indexer = IndexerSizes(heads=64, width=128, dtype=torch.bfloat16, weights_dtype=torch.float32)
+    attention = AttentionSizes(heads=128, key_width=576, value_width=512, dtype=torch.bfloat16)
+    selects = operator in ("indexer_topk", "sparse_attention", "indexer_loss")
+    return Problem(
+        operator=operator,
+        num_q=_ROWS,
+        num_k=_ROWS,
+        device=device,
+        layout=None if operator == "sparse_attention" else CausalLayout.packed([0, _ROWS]),
+        indexer=None if operator.endswith("attention") else indexer,
+        attention=None if operator in ("indexer_scores", "indexer_topk") else attention,
+        top_k=2048 if selects else None,
+        support="selected" if operator == "indexer_loss" else None,
+        requires_grad=operator != "indexer_topk",
+    )

@@ -1,0 +1,1 @@
+"""Judges every operator of every backend by the float64 oracle."""

@@ -1,0 +1,108 @@
+"""A report on a terminal, by rich."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dsattn.verify import summary
+from dsattn.verify.records import Record, Report
+
+_STYLES = {"pass": "green", "fail": "bold red", "unsupported": "yellow", "not run": "dim"}
+_PIPE_WIDTH = 120
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that does not fold a table to 80 columns where no terminal says how wide it is."""
+    made = Console(stderr=stderr, highlight=False, markup=False)
+    if not made.is_terminal and "COLUMNS" not in made._environ:
+        made.width = _PIPE_WIDTH
+    return made
+
+
+def show(report: Report, out: Console, *, verbose: bool = False) -> None:
+    """Prints a report: tables, what failed and how to repeat it, what did not run, the verdict.
+
+    Args:
+        report: what was checked.
+        out: where it goes.
+        verbose: every check instead of one row per operator and dtype, and tracebacks.
+    """
+    for table in summary.tables(report.records, every=verbose):
+        out.print(_table(table, every=verbose))
+    texts = summary.texts(report.records)
+    if texts:
+        out.print(_texts(texts))
+    _failures(report, out, verbose=verbose)
+    for text, count in summary.unsupported(report.records):
+        out.print(Text(f"{text} ({count} checks)" if count > 1 else text, style="yellow"))
+    out.print(Text(report.summary, style="bold green" if report.holds else "bold red"))
+
+
+def _table(table: summary.Table, *, every: bool) -> Table:
+    title = f"backend {table.backend} on {table.device}"
+    view = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    if every:
+        view.add_column("case", overflow="fold")
+    view.add_column("operator", no_wrap=True)
+    view.add_column("dtype", no_wrap=True)
+    view.add_column("verdict" if every else "cases", no_wrap=True)
+    view.add_column("recall mean / min, regret; relative errors" if every else "worst of all cases", no_wrap=True)
+    view.add_column("nearest to its budget", overflow="fold", min_width=24)
+    for row in table.rows:
+        cells = [row.operator, row.dtype, row.verdict if every else row.checks or row.verdict]
+        cells += [_results(row, columns=2 if every else 3), row.worst]
+        style = _STYLES[row.verdict]
+        texts = [Text(cell, style=style if i == 2 or row.verdict != "pass" else "") for i, cell in enumerate(cells)]
+        view.add_row(*([Text(row.case)] if every else []), *texts)
+    return view
+
+
+def _results(row: summary.Row, columns: int) -> str:
+    """The numbers of a row: its selection on one line, then the relative errors in columns."""
+    cells = [f"{name:<9} {error:<7}" for name, error in row.errors]
+    lines = ["  ".join(cells[i : i + columns]).rstrip() for i in range(0, len(cells), columns)]
+    selection = [f"recall    {row.recall}  regret {row.regret}"] if row.recall else []
+    return "\n".join(selection + lines)
+
+
+def _texts(texts: list[dict]) -> Table:
+    view = Table(title="real text", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("case", "documents", "rows of documents", "t", "k", "rows that see more", "rows with a tie at k"):
+        view.add_column(name, justify="left" if name == "case" else "right")
+    for facts in texts:
+        t = f"{facts['t']} (from {facts['t_asked']})" if facts["t_asked"] else str(facts["t"])
+        ties = facts.get("ties")
+        judged = facts["judged_rows"]
+        view.add_row(
+            facts["case"],
+            str(facts["documents"]),
+            str(facts["document_rows"]),
+            t,
+            str(facts["top_k"]),
+            f"{facts['share_over_k']:.1%}",
+            "" if ties is None else f"{ties} of {judged or facts['document_rows']}",
+        )
+    return view
+
+
+def _failures(report: Report, out: Console, *, verbose: bool) -> None:
+    """What failed: the first check of every operator and dtype, or all of them."""
+    if verbose:
+        failed = [(record, 0) for record in report.records if record.verdict == "fail"]
+    else:
+        rows = [row for table in summary.tables(report.records) for row in table.rows if row.failures]
+        failed = [(row.failures[0], len(row.failures) - 1) for row in rows]
+    for record, others in failed:
+        out.print(Text(f"FAIL {_name(record)}", style="bold red"))
+        out.print(Text(f"  {record.reason}" + (f"  (and {others} other cases)" if others else "")))
+        # Never folded, so that it can be copied.
+        out.print(Text(f"  repeat: {record.command()}"), soft_wrap=True)
+        if verbose and record.traceback:
+            out.print(Text(record.traceback, style="dim"))
+
+
+def _name(record: Record) -> str:
+    return f"{record.case}, {record.operator}, {record.dtype}, {record.backend} on {record.device}"
