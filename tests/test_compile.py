@@ -74,6 +74,7 @@ common = dict(batch=None, requires_grad=True, backend="auto")
 scoring = dict(scale=1.0, relu=True)
 topk = dsattn.indexer_topk(index_q, index_k, weights, layout, top_k=5)
 ids, lengths = topk.indices, topk.lengths
+select = dict(sizes=sizes, top_k=5, batch=None, backend="auto", **scoring)
 attend = dict(sizes=sizes, value_dim=16, softmax_scale=0.2, **common)
 lossy = dict(sizes=sizes, softmax_scale=0.2, reduction="mean", num_rows=None, tp_group=None, **scoring, **common)
 sink = torch.zeros(4, requires_grad=True)
@@ -81,8 +82,8 @@ x = index_q, index_k, weights
 plain = [y.detach() for y in x]
 calls = [
     (ops.indexer_scores, (*x, table), dict(sizes=sizes, **scoring, **common)),
-    (ops.indexer_topk, (*plain, table), dict(sizes=sizes, top_k=5, return_scores=True, batch=None, backend="auto", **scoring)),
-    (ops.indexer_topk, (*plain, table), dict(sizes=sizes, top_k=5, return_scores=False, batch=None, backend="auto", **scoring)),
+    (ops.indexer_topk, (*plain, table), dict(return_scores=True, **select)),
+    (ops.indexer_topk, (*plain, table), dict(return_scores=False, **select)),
     (ops.attention, (q, kv, sink, ids, lengths, None), attend),
     (ops.attention, (q, kv, None, None, None, table), attend),
 ]

@@ -143,6 +143,14 @@ def test_other_rows_are_judged_beside_a_nan() -> None:
     assert judge(good, exact).worst_row == 4
 
 
+def test_terms_that_are_not_finite_give_a_floor_of_the_value() -> None:
+    for terms in (math.inf, math.nan):
+        exact = Exact(torch.tensor([[4.0]]).double(), torch.tensor([[terms]]).double())
+        plain = torch.tensor([[4.0]])
+        for error, right in [(28 * EPS, True), (36 * EPS, False)]:
+            assert compare("lse", plain + error, exact, plain, factor=FORWARD_FACTOR).verdict is right
+
+
 def test_shape_and_dtype() -> None:
     exact = reference()
     got = rounded(exact)

@@ -4,8 +4,10 @@ from dsattn.backends import backends
 from dsattn.errors import BackendMissing, BadInput, ContractDrift, DsattnError, UnsupportedProblem
 from dsattn.functional import (
     DSAOutput,
+    attach_loss,
     dense_attention,
     dsa_attention,
+    explain,
     indexer_loss,
     indexer_scores,
     indexer_topk,
@@ -25,10 +27,12 @@ __all__ = [
     "Segment",
     "TopK",
     "UnsupportedProblem",
+    "attach_loss",
     "backends",
     "context_parallel_positions",
     "dense_attention",
     "dsa_attention",
+    "explain",
     "gather_order",
     "indexer_loss",
     "indexer_scores",

@@ -23,13 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         from dsattn.cli.app import run
+
+        return run(sys.argv[1:] if arguments is None else arguments)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _NEEDED:
             raise
         return _complain(f"the command needs the package {package}: pip install {package}")
-    try:
-        return run(sys.argv[1:] if arguments is None else arguments)
     except DsattnError as error:
         return _complain(str(error))
 

@@ -4,15 +4,19 @@ Every operator takes packed tensors ([t, ...] and [s, ...]) or BSHD tensors ([b,
 layout of the right row counts; results have the form of the inputs. Ids are always rows of the flat key buffer.
 """
 
+from dsattn.functional.attach import attach_loss
 from dsattn.functional.attention import dense_attention, sparse_attention
 from dsattn.functional.dsa import DSAOutput, dsa_attention
+from dsattn.functional.explain import explain
 from dsattn.functional.indexer import indexer_scores, indexer_topk
 from dsattn.functional.loss import indexer_loss
 
 __all__ = [
     "DSAOutput",
+    "attach_loss",
     "dense_attention",
     "dsa_attention",
+    "explain",
     "indexer_loss",
     "indexer_scores",
     "indexer_topk",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,27 +15,80 @@ from dsattn.functional import custom_ops
 from dsattn.functional.validation import Rows
 from dsattn.layouts import CausalLayout, TopK
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
+from dsattn.spec.problem import Operator
 
 Choice = str | Backend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One validated call of an operator, as observers see it.
+
+    Attributes:
+        operator: which operator is called.
+        batch: b of a BSHD call, None for a packed one.
+        x: the indexer's side, None where the operator has none.
+        a: the attention's side, None where the operator has none.
+        layout: who sees whom; None for `sparse_attention`.
+        topk: the selection that was given.
+        top_k: slots per row, where there is a selection.
+        options: of the loss.
+        requires_grad: whether a backward may follow.
+    """
+
+    operator: Operator
+    batch: int | None
+    x: IndexerInputs | None = None
+    a: AttentionInputs | None = None
+    layout: CausalLayout | None = None
+    topk: TopK | None = None
+    top_k: int | None = None
+    options: LossOptions | None = None
+    requires_grad: bool = False
+
+
+_observers: list[Callable[[Call], None]] = []
+
+
+@contextmanager
+def observed(observer: Callable[[Call], None]) -> Generator[None]:
+    """Calls `observer` with every call of an operator, before it runs; not inside compiled graphs."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def _tell(operator: Operator, rows: Rows, common: dict[str, Any], **parts: Any) -> None:
+    if torch.compiler.is_compiling() or not _observers:
+        return
+    requires_grad = common.get("requires_grad", False)
+    for observer in tuple(_observers):
+        observer(Call(operator=operator, batch=rows.batch, requires_grad=requires_grad, **parts))
 
 
 def run_scores(rows: Rows, x: IndexerInputs, layout: CausalLayout, backend: Choice) -> Tensor:
     """Scores [t, s]."""
     tensors = x.index_q, x.index_k, x.weights
+    table, sizes = layout._wire()
     common = _common(rows, tensors, backend)
-    return custom_ops.indexer_scores(*tensors, layout._table, sizes=_sizes(layout), **_scoring(x), **common)
+    _tell("indexer_scores", rows, common, x=x, layout=layout)
+    return custom_ops.indexer_scores(*tensors, table, sizes=sizes, **_scoring(x), **common)
 
 
 def run_topk(
     rows: Rows, x: IndexerInputs, layout: CausalLayout, top_k: int, return_scores: bool, backend: Choice
 ) -> TopK:
     """The selection."""
+    table, sizes = layout._wire()
+    _tell("indexer_topk", rows, {}, x=x, layout=layout, top_k=top_k)
     indices, lengths, scores = custom_ops.indexer_topk(
         x.index_q.detach(),
         x.index_k.detach(),
         x.weights.detach(),
-        layout._table,
-        sizes=_sizes(layout),
+        table,
+        sizes=sizes,
         top_k=top_k,
         return_scores=return_scores,
         batch=rows.batch,
@@ -44,11 +100,14 @@ def run_topk(
 
 def run_attention(rows: Rows, a: AttentionInputs, keys: CausalLayout | TopK, backend: Choice) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over a selection, or over all keys that a layout shows."""
+    common = _common(rows, (a.q, a.kv, a.sink), backend)
     if isinstance(keys, TopK):
+        _tell("sparse_attention", rows, common, a=a, topk=keys, top_k=keys.indices.shape[1])
         where, sizes = (keys.indices, keys.lengths, None), [keys.num_q, keys.num_k, 1]
     else:
-        where, sizes = (None, None, keys._table), _sizes(keys)
-    common = _common(rows, (a.q, a.kv, a.sink), backend)
+        _tell("dense_attention", rows, common, a=a, layout=keys)
+        table, sizes = keys._wire()
+        where = (None, None, table)
     options = {"value_dim": a.value_dim, "softmax_scale": float(a.softmax_scale)}
     return custom_ops.attention(a.q, a.kv, a.sink, *where, sizes=sizes, **options, **common)
 
@@ -65,31 +124,31 @@ def run_loss(
 ) -> Tensor:
     """The loss over a selection, or over all keys that the layout shows."""
     tensors = x.index_q, x.index_k, x.weights
+    table, sizes = layout._wire()
+    common = _common(rows, tensors, backend)
+    top_k = None if topk is None else topk.indices.shape[1]
+    _tell("indexer_loss", rows, common, x=x, a=a, layout=layout, topk=topk, top_k=top_k, options=options)
     counted = isinstance(options.num_rows, Tensor)
     loss, *_ = custom_ops.indexer_loss(
         *tensors,
         a.q.detach(),
         a.kv.detach(),
-        layout._table,
+        table,
         None if topk is None else topk.indices,
         None if topk is None else topk.lengths,
         lse,
         options.row_mask,
         options.num_rows if counted else None,
-        sizes=_sizes(layout),
+        sizes=sizes,
         softmax_scale=float(a.softmax_scale),
         coeff=float(options.coeff),
         reduction=options.reduction,
         num_rows=None if counted else options.num_rows,
         tp_group=None if options.tp_group is None else options.tp_group.group_name,
         **_scoring(x),
-        **_common(rows, tensors, backend),
+        **common,
     )
     return loss
-
-
-def _sizes(layout: CausalLayout) -> list[int]:
-    return [layout.num_q, layout.num_k, layout.ratio]
 
 
 def _scoring(x: IndexerInputs) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.library import custom_op
 
 from dsattn.backends import Backend
 from dsattn.functional.problems import backend_for
-from dsattn.layouts import CausalLayout, TopK
+from dsattn.layouts import CausalLayout, DeviceLayout, TopK
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
 from dsattn.ops.numerics import accumulation_dtype, unscaled_gradient_dtype
 
@@ -299,10 +299,12 @@ indexer_loss.register_autograd(_loss_backward, setup_context=_save_loss)
 
 
 def layout_of(table: Tensor, sizes: Sequence[int]) -> CausalLayout:
-    """The layout of a table and its (num_q, num_k, ratio).
+    """The layout of what `CausalLayout._wire` gave.
 
-    The same values give the same object, which keeps the windows and plans that were made of it.
+    The same segments give the same object, which keeps the windows and plans that were made of it.
     """
+    if len(sizes) == 4:
+        return DeviceLayout.of(table, *sizes)
     num_q, num_k, ratio = sizes
     return _layout(tuple(table.flatten().tolist()), num_q, num_k, ratio)
 

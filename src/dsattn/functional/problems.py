@@ -39,8 +39,8 @@ def backend_for(
 
 
 def last_backend() -> str:
-    """The name of the backend that was chosen last on this thread."""
-    return _LAST.name
+    """The name of the backend that ran last on this thread; empty if none has, as under fake tensors."""
+    return getattr(_LAST, "name", "")
 
 
 def problem_of(operator: Operator, x: IndexerInputs | None, a: AttentionInputs | None, **rest: Any) -> Problem:

@@ -2,6 +2,7 @@
 
 from dsattn.layouts.causal import CausalLayout, Segment
 from dsattn.layouts.context_parallel import context_parallel_positions, gather_order
+from dsattn.layouts.device import DeviceLayout
 from dsattn.layouts.ids import TopK
 
-__all__ = ["CausalLayout", "Segment", "TopK", "context_parallel_positions", "gather_order"]
+__all__ = ["CausalLayout", "DeviceLayout", "Segment", "TopK", "context_parallel_positions", "gather_order"]

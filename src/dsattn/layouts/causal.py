@@ -48,7 +48,7 @@ class Segment:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class CausalLayout:
-    """The causal segments of a call; built by `batched`, `packed`, `context_parallel` or `from_segments`.
+    """The causal segments of a call; built by `batched`, `packed`, `context_parallel`, `from_segments` or `on_device`.
 
     Layouts are immutable, live on the host, and are equal (and hash equal) if their segments and sizes are. Build one
     for a batch and share it over the layers.
@@ -216,6 +216,30 @@ class CausalLayout:
         return cls._trusted(*tables.segments_data(rows, num_q, num_k, ratio))
 
     @classmethod
+    def on_device(
+        cls, cu_seqlens: Tensor, *, num_q: Integer, num_k: Integer, max_len: Integer, ratio: Integer = 1
+    ) -> CausalLayout:
+        """The layout of packed documents whose lengths stay on the device: nothing waits for it (CUDA graphs).
+
+        Args:
+            cu_seqlens: cumulative lengths [n + 1], int32 or int64, on any device; empty documents may fill it up. Each
+                document has floor(length / ratio) keys, packed one after the other.
+            num_q: query rows of the buffer, at least the last entry.
+            num_k: key rows of the buffer.
+            max_len: the longest that a document may be; the nearer to the truth, the fewer keys are looked at in vain.
+            ratio: key compression, at least 1.
+
+        Returns:
+            A layout without `segments`, `table` and `slice_queries`; a backend that needs them does not take it.
+
+        Raises:
+            BadInput: a bad argument. Values on an accelerator are held to the rules by an assertion of the device.
+        """
+        from dsattn.layouts.device import device_layout
+
+        return device_layout(cu_seqlens, num_q, num_k, max_len, ratio)
+
+    @classmethod
     def _trusted(cls, table: Tensor, num_q: int, num_k: int, ratio: int) -> CausalLayout:
         """The layout of a table that is known to be canonical: nothing is checked. The table is not copied."""
         layout = object.__new__(cls)
@@ -281,6 +305,10 @@ class CausalLayout:
                     bounds = start.to(device), end.to(device)
             self._bounds_by_device[device] = bounds
         return self._bounds_by_device[device]
+
+    def _wire(self) -> tuple[Tensor, list[int]]:
+        """What a custom op is given of a layout: a tensor and sizes."""
+        return self._table, [self.num_q, self.num_k, self.ratio]
 
     def _key_ranges(self) -> tuple[Tensor, Tensor]:
         """First key row and number of keys of each query row's segment, on the CPU."""

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from dsattn.layouts import CausalLayout
+from dsattn.layouts import CausalLayout, DeviceLayout
 
 B = TypeVar("B")
 
@@ -45,6 +45,33 @@ def buffer_bytes(device: torch.device) -> int:
     return _CPU_BYTES if device.type == "cpu" else _ACCELERATOR_BYTES
 
 
+def blocks_for(layout: CausalLayout, entry_bytes: int, budget: int) -> tuple[Block, ...]:
+    """The blocks that cover every query row that may see a key, in row order; see `plan_blocks`."""
+    if isinstance(layout, DeviceLayout):
+        sizes = layout.num_q, layout.num_k, layout.ratio, layout.max_len, layout.documents
+        return plan_blind(*sizes, entry_bytes, budget)
+    return plan_blocks(layout, entry_bytes, budget)
+
+
+@lru_cache(maxsize=64)
+def plan_blind(
+    num_q: int, num_k: int, ratio: int, max_len: int, documents: int, entry_bytes: int, budget: int, max_rows: int = 64
+) -> tuple[Block, ...]:
+    """Blocks for packed documents of unknown lengths: key ranges that hold any window of up to `max_len` rows."""
+    blocks, row = [], 0
+    # A document of any length starts its keys at most one key per earlier document before where its rows start.
+    lost = documents if ratio > 1 else 0
+    while row < num_q:
+        widest = max(1, min(num_k, max_len // ratio + lost + max_rows))
+        rows = min(max_rows, num_q - row, max(1, budget // (entry_bytes * widest)))
+        begin = max(0, (row - max_len + 1) // ratio - lost)
+        end = min(num_k, (row + rows) // ratio)
+        if end > begin:
+            blocks.append(Block(row, row + rows, begin, end))
+        row += rows
+    return tuple(blocks)
+
+
 @lru_cache(maxsize=64)
 def plan_blocks(layout: CausalLayout, entry_bytes: int, budget: int, max_rows: int = 64) -> tuple[Block, ...]:
     """The blocks that cover every query row that sees a key, in row order.
@@ -57,7 +84,7 @@ def plan_blocks(layout: CausalLayout, entry_bytes: int, budget: int, max_rows: i
     """
     blocks: list[Block] = []
     open_block: Block | None = None
-    for q_start, q_len, k_start, k_len, q_offset in layout.table.tolist():
+    for q_start, q_len, k_start, k_len, q_offset in layout._table.tolist():
         # Leading rows of a segment with a negative offset see nothing.
         row = max(0, layout.ratio - 1 - q_offset)
         while row < q_len and k_len > 0:

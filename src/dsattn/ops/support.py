@@ -15,7 +15,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dsattn.layouts import CausalLayout
-from dsattn.ops.blocks import Block, buffer_bytes, even_blocks, lanes_for, plan_blocks, run_lanes
+from dsattn.ops.blocks import Block, blocks_for, buffer_bytes, even_blocks, lanes_for, run_lanes
 
 
 class Support(ABC):
@@ -92,7 +92,7 @@ class Visible(Support):
         return self.layout.num_k
 
     def blocks(self, pair_bytes: int, key_bytes: int) -> Sequence[Block]:  # noqa: D102
-        return plan_blocks(self.layout, pair_bytes, buffer_bytes(self.start.device))
+        return blocks_for(self.layout, pair_bytes, buffer_bytes(self.start.device))
 
     def seen(self, block: Block) -> Bool[Tensor, "c n"]:  # noqa: D102
         keys = torch.arange(block.k_begin, block.k_end, dtype=self.start.dtype, device=self.start.device)

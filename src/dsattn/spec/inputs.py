@@ -14,7 +14,7 @@ from dsattn.spec.cases import Case
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The tensors of one call, packed, with the gradients that come in from above.
+    """The tensors of one call, packed or BSHD, with the gradients that come in from above.
 
     Attributes:
         index_q: indexer queries.
@@ -28,14 +28,14 @@ class Inputs:
         d_loss: gradient of the loss: a power of two, so that it rounds nothing.
     """
 
-    index_q: Float[Tensor, "t h_i d_i"]
-    index_k: Float[Tensor, "s d_i"]
-    weights: Float[Tensor, "t h_i"]
-    q: Float[Tensor, "t h d_qk"]
-    kv: Float[Tensor, "s d_qk"]
-    d_out: Float[Tensor, "t h d_v"]
+    index_q: Float[Tensor, "*rows h_i d_i"]
+    index_k: Float[Tensor, "*keys d_i"]
+    weights: Float[Tensor, "*rows h_i"]
+    q: Float[Tensor, "*rows h d_qk"]
+    kv: Float[Tensor, "*keys d_qk"]
+    d_out: Float[Tensor, "*rows h d_v"]
     sink: Float[Tensor, " h"] | None = None
-    row_mask: Bool[Tensor, " t"] | None = None
+    row_mask: Bool[Tensor, "*rows"] | None = None
     d_loss: float = -2.0
 
     def to(self, device: torch.device | str) -> Inputs:
@@ -50,7 +50,7 @@ class Inputs:
 
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
-    """Seeded tensors of a case, drawn on the CPU in float64, then rounded to `dtype`, then moved.
+    """Seeded packed tensors of a case, drawn on the CPU in float64, then rounded to `dtype`, then moved.
 
     Attention inputs and incoming gradients are standard normal; the indexer's are too, or multiples of 1/8 in [-1, 1]
     where `case.grid` says so. Sinks are fp32, or fp64 with fp64 inputs; so are weights where `case.weights_fp32`.

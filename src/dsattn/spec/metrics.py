@@ -141,8 +141,8 @@ def _measure_block(got: Tensor, exact: Exact, plain: Tensor, factor: float, rows
     accumulation = torch.finfo(torch.float64 if got.dtype == torch.float64 else torch.float32)
     finite = value.isfinite() & mine.isfinite()
     same = (value == mine) | (value.isnan() & mine.isnan())
-    # Terms that are not finite say nothing about rounding: no floor there.
-    terms = torch.where(terms.isfinite(), terms, 0.0)
+    # An infinite input can leave a finite value (a key of probability 0) without finite terms: take the value itself.
+    terms = torch.where(terms.isfinite(), terms, torch.where(finite, value.abs(), 0.0))
     floor = FLOOR_EPS * accumulation.eps * terms + _UNDERFLOW * accumulation.smallest_normal
     error = torch.where(finite, (mine - value).abs(), 0.0)
     plain_error = torch.where(finite & yardstick.isfinite(), (yardstick - value).abs(), 0.0)

@@ -2,8 +2,8 @@
 
 The arithmetic is fp32 on the rounded inputs (fp64 for fp64 inputs), without any of the reordering that a fast operator
 needs, and the results have the dtypes that the operators return. What this loses against the oracle is what any
-implementation in that precision loses. Signatures follow `dsattn.spec.oracle`; formulas are written another way there
-(softmax with the sink as one more column, gradients by hand), so that the two check each other.
+implementation in that precision loses. Signatures follow `dsattn.spec.oracle`, but the formulas are others (a sink is
+one more column of a softmax, gradients come from autograd), so that the two check each other.
 
 Query rows are taken in blocks to bound memory; a row's arithmetic does not depend on its block.
 """

@@ -74,34 +74,20 @@ class Call:
     @one_thread()
     def compare_rows(self, name: str, got: Tensor, expected: Expected, dtype: torch.dtype) -> Comparison:
         """The verdict on a packed result with one entry per query row."""
-        reference, factor = self.reference, _factor(name)
-        batches = _row_batches(reference)
-        if reference.subject.rows is None:
-            return compare(name, got, expected.exact, expected.plain, factor=factor, batches=batches, dtype=dtype)
-        if got.shape[0] != reference.layout.num_q:
-            return compare(name, got, expected.exact, expected.plain, factor=factor)
-        rows = reference.rows
-        found = compare(
-            name,
-            got.detach().index_select(0, rows.to(got.device)),
-            expected.exact,
-            expected.plain,
-            factor=factor,
-            batches=batches[rows],
-            dtype=dtype,
-        )
+        reference, rows = self.reference, self.reference.subject.rows
+        options = {"factor": _factor(name), "dtype": dtype}
+        if rows is None or got.shape[0] != reference.layout.num_q:
+            return compare(name, got, expected.exact, expected.plain, batches=reference.row_batches, **options)
+        judged = got.detach().index_select(0, rows.to(got.device))
+        batches = reference.row_batches[rows]
+        found = compare(name, judged, expected.exact, expected.plain, batches=batches, **options)
         if found.worst_row is not None:
             row = int(rows[found.worst_row])
             found = replace(found, worst_row=row, reason=found.reason and f"{found.reason} (row {row} of the call)")
-        if name.startswith("d_") and found.verdict:
-            others = torch.ones(len(batches), dtype=torch.bool, device=got.device)
-            others[rows.to(got.device)] = False
-            # No other row was sent a gradient. A NaN is not zero either.
-            loud = (got.detach().flatten(1) != 0).any(-1) & others
-            if loud.any():
-                row = int(loud.nonzero()[0, 0])
-                reason = f"{name}: row {row} is not zero though nothing was sent to it"
-                found = replace(found, worst_row=row, verdict=False, reason=reason)
+        loud = _first_loud_row(got, rows) if name.startswith("d_") and found.verdict else None
+        if loud is not None:
+            reason = f"{name}: row {loud} is not zero though nothing was sent to it"
+            found = replace(found, worst_row=loud, verdict=False, reason=reason)
         return found
 
     @one_thread()
@@ -114,18 +100,12 @@ class Call:
             leaf = getattr(self.x, name.removeprefix("d_"))
             if leaf.grad is None:
                 outcome[name] = fault(f"{name}: no gradient")
-            elif name == "d_sink":
-                outcome[name] = compare(name, leaf.grad, number.exact, number.plain, factor=GRADIENT_FACTOR)
-            elif name in _OF_KEYS:
-                outcome[name] = compare(
-                    name,
-                    self.packed(leaf.grad),
-                    number.exact,
-                    number.plain,
-                    factor=GRADIENT_FACTOR,
-                    batches=_key_batches(self.reference),
-                    dtype=leaf.dtype,
-                )
+            elif name == "d_sink" or name in _OF_KEYS:
+                got, batches = leaf.grad, None
+                if name in _OF_KEYS:
+                    got, batches = self.packed(got), self.reference.key_batches
+                options = {"factor": GRADIENT_FACTOR, "dtype": leaf.dtype, "batches": batches}
+                outcome[name] = compare(name, got, number.exact, number.plain, **options)
             else:
                 outcome[name] = self.compare_rows(name, self.packed(leaf.grad), number, leaf.dtype)
         return outcome
@@ -150,18 +130,21 @@ class Call:
     def compare_selection(self, topk: TopK) -> TopKComparison:
         """The verdict on a selection."""
         reference = self.reference
-        rows = None if reference.subject.rows is None else reference.rows
-        indices, lengths = self.packed(topk.indices), self.packed(topk.lengths)
+        for name, x in (("indices", topk.indices), ("lengths", topk.lengths)):
+            if x.dtype != torch.int32:
+                return TopKComparison(
+                    0.0, 0.0, 0.0, 0, None, False, f"topk.{name}: dtype {x.dtype}, needed torch.int32"
+                )
         return compare_topk(
-            indices,
-            lengths,
+            self.packed(topk.indices),
+            self.packed(topk.lengths),
             reference.scores["scores"].exact,
             reference.judged(reference.visible),
             top_k=self.case.top_k,
             tau=reference.tau,
             exact_ids=self.case.grid,
             returned_scores=None if topk.scores is None else self.packed(topk.scores),
-            rows=rows,
+            rows=reference.subject.rows,
         )
 
 
@@ -174,19 +157,8 @@ def fault(reason: str) -> Comparison:
     return Comparison(float("inf"), float("inf"), None, None, False, reason)
 
 
-def _row_batches(reference: Reference) -> Tensor:
-    """The batch entry, or else the segment, of every query row; -1 for padding."""
-    layout = reference.layout
-    batches = torch.full((layout.num_q,), -1, dtype=torch.int64, device="cpu")
-    for number, segment in enumerate(layout.segments):
-        batches[segment.q_start : segment.q_start + segment.q_len] = number
-    return batches
-
-
-def _key_batches(reference: Reference) -> Tensor:
-    """The first segment that has each key row; -1 for keys in none."""
-    layout = reference.layout
-    batches = torch.full((layout.num_k,), -1, dtype=torch.int64, device="cpu")
-    for number, segment in reversed(list(enumerate(layout.segments))):
-        batches[segment.k_start : segment.k_start + segment.k_len] = number
-    return batches
+def _first_loud_row(gradient: Tensor, silent_but: Tensor) -> int | None:
+    """The first row that is not zero (NaN is not) and not one of `silent_but`; None if there is none."""
+    loud = (gradient.detach().flatten(1) != 0).any(-1)
+    loud[silent_but.to(loud.device)] = False
+    return int(loud.nonzero()[0, 0]) if loud.any() else None

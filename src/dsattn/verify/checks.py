@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -24,7 +25,10 @@ def _check_scores(call: Call) -> Outcome:
 
 def _check_topk(call: Call) -> Outcome:
     topk = dsattn.indexer_topk(*call.index, call.layout, top_k=call.case.top_k, return_scores=True, **call.scoring)
-    return {"topk": call.compare_selection(topk)}
+    found = call.compare_selection(topk)
+    if topk.scores is None and found.verdict:
+        found = replace(found, verdict=False, reason="topk: scores were asked for and none came out")
+    return {"topk": found}
 
 
 def _check_sparse(call: Call) -> Outcome:

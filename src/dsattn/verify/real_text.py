@@ -135,7 +135,7 @@ def subjects(*, rows: int = 512, top_k: int = 64, sampled: int | None = None) ->
     result = []
     for family, sizes in _FAMILIES.items():
         case = Case(
-            name=f"{SUITE}-{family}-t{text.rows}",
+            name=f"{family}-t{text.rows}",
             shows=f"{len(text.cu_seqlens) - 1} files of the Python standard library at {family}'s heads and widths",
             layout=lambda: layout,
             top_k=top_k,

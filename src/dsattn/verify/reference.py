@@ -51,6 +51,25 @@ class Reference:
         self._attention: dict[Support, dict[str, Expected]] = {}
         self._loss: dict[Support, dict[str, Expected]] = {}
 
+    @cached_property
+    def row_batches(self) -> Tensor:
+        """The batch entry of every query row, or of a packed call the segment; -1 in padding."""
+        return self._batches([(s.q_start, s.q_len) for s in self.layout.segments], self.layout.num_q)
+
+    @cached_property
+    def key_batches(self) -> Tensor:
+        """The batch entry of every key row, or of a packed call the first segment that has it; -1 in padding."""
+        return self._batches([(s.k_start, s.k_len) for s in self.layout.segments], self.layout.num_k)
+
+    def _batches(self, ranges: list[tuple[int, int]], rows: int) -> Tensor:
+        if self.case.batch is not None:
+            return torch.arange(rows, device="cpu") // max(1, rows // self.case.batch)
+        batches = torch.full((rows,), -1, dtype=torch.int64, device="cpu")
+        # Key ranges may overlap: written last to first, the first stays.
+        for number, (start, length) in reversed(list(enumerate(ranges))):
+            batches[start : start + length] = number
+        return batches
+
     def judged(self, rows: Rows) -> Rows:
         """The supports of the judged rows."""
         return [rows[int(row)] for row in self.rows]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -31,29 +33,29 @@ def show(report: Report, out: Console, *, verbose: bool = False) -> None:
         verbose: every check instead of one row per operator and dtype, and tracebacks.
     """
     for table in summary.tables(report.records, every=verbose):
-        out.print(_table(table, every=verbose))
+        out.print(_table(table, out.width, every=verbose), "")
     texts = summary.texts(report.records)
     if texts:
-        out.print(_texts(texts))
+        out.print(_texts(texts), "")
     _failures(report, out, verbose=verbose)
     for text, count in summary.unsupported(report.records):
         out.print(Text(f"{text} ({count} checks)" if count > 1 else text, style="yellow"))
     out.print(Text(report.summary, style="bold green" if report.holds else "bold red"))
 
 
-def _table(table: summary.Table, *, every: bool) -> Table:
-    title = f"backend {table.backend} on {table.device}"
-    view = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+def _table(table: summary.Table, width: int, *, every: bool) -> Table:
+    view = _grid(f"backend {table.backend} on {table.device}")
+    across = 1 if width < _PIPE_WIDTH else 2 if every else 3
     if every:
         view.add_column("case", overflow="fold")
     view.add_column("operator", no_wrap=True)
     view.add_column("dtype", no_wrap=True)
     view.add_column("verdict" if every else "cases", no_wrap=True)
-    view.add_column("recall mean / min, regret; relative errors" if every else "worst of all cases", no_wrap=True)
-    view.add_column("nearest to its budget", overflow="fold", min_width=24)
+    view.add_column("errors" if every else "largest errors", no_wrap=True)
+    view.add_column("nearest to its budget", overflow="fold", min_width=14)
     for row in table.rows:
         cells = [row.operator, row.dtype, row.verdict if every else row.checks or row.verdict]
-        cells += [_results(row, columns=2 if every else 3), row.worst]
+        cells += [_results(row, across), row.worst]
         style = _STYLES[row.verdict]
         texts = [Text(cell, style=style if i == 2 or row.verdict != "pass" else "") for i, cell in enumerate(cells)]
         view.add_row(*([Text(row.case)] if every else []), *texts)
@@ -61,15 +63,22 @@ def _table(table: summary.Table, *, every: bool) -> Table:
 
 
 def _results(row: summary.Row, columns: int) -> str:
-    """The numbers of a row: its selection on one line, then the relative errors in columns."""
+    """The numbers of a row: its selection first, then the relative errors in columns."""
     cells = [f"{name:<9} {error:<7}" for name, error in row.errors]
     lines = ["  ".join(cells[i : i + columns]).rstrip() for i in range(0, len(cells), columns)]
-    selection = [f"recall    {row.recall}  regret {row.regret}"] if row.recall else []
-    return "\n".join(selection + lines)
+    if row.recall:
+        selection = f"recall    {row.recall}", f"regret    {row.regret}"
+        lines = [*selection, *lines] if columns == 1 else ["  ".join(selection), *lines]
+    return "\n".join(lines)
 
 
-def _texts(texts: list[dict]) -> Table:
-    view = Table(title="real text", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+def _grid(title: str) -> Table:
+    look = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    return Table(title=title, title_justify="left", title_style="bold", **look)
+
+
+def _texts(texts: list[dict[str, Any]]) -> Table:
+    view = _grid("real text")
     for name in ("case", "documents", "rows of documents", "t", "k", "rows that see more", "rows with a tie at k"):
         view.add_column(name, justify="left" if name == "case" else "right")
     for facts in texts:

@@ -64,12 +64,12 @@ def tables(records: Sequence[Record], *, every: bool = False) -> list[Table]:
     for backend, device in dict.fromkeys((record.backend, record.device) for record in ran):
         mine = [record for record in ran if (record.backend, record.device) == (backend, device)]
         if every:
-            rows = [_row([record]) for record in mine]
+            rows = [_row([record], every) for record in mine]
         else:
             groups: dict[tuple[str, str], list[Record]] = {}
             for record in mine:
                 groups.setdefault((record.operator, record.dtype), []).append(record)
-            rows = [_row(group) for group in groups.values()]
+            rows = [_row(group, every) for group in groups.values()]
             order = list(dict.fromkeys(record.operator for record in mine)), list(DTYPES)
             rows.sort(key=lambda row: (order[0].index(row.operator), order[1].index(row.dtype)))
         result.append(Table(backend=backend, device=device, rows=rows))
@@ -102,7 +102,7 @@ def _facts(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: metrics.get(name) for name in names}
 
 
-def _row(group: Sequence[Record]) -> Row:
+def _row(group: Sequence[Record], every: bool) -> Row:
     ran = [record for record in group if record.verdict in ("pass", "fail")]
     failures = [record for record in group if record.verdict == "fail"]
     verdict: Verdict = "fail" if failures else "pass" if ran else group[0].verdict
@@ -115,8 +115,8 @@ def _row(group: Sequence[Record]) -> Row:
         # The oracle adds the two sums in different orders, so nothing lost may read as a few float64 roundings.
         regret = "0" if largest is not None and largest < _ROUNDING else _number(largest)
     return Row(
-        suite=group[0].suite if len(group) == 1 else "",
-        case=group[0].case if len(group) == 1 else "",
+        suite=group[0].suite if every else "",
+        case=group[0].case if every else "",
         operator=group[0].operator,
         dtype=group[0].dtype,
         checks=f"{len(ran) - len(failures)} / {len(ran)}" if ran else "",
@@ -124,7 +124,7 @@ def _row(group: Sequence[Record]) -> Row:
         recall=recall,
         regret=regret,
         errors=_errors(ran),
-        worst=_worst(ran, failures, named=len(group) > 1),
+        worst=_worst(ran, failures, named=not every),
         failures=failures,
     )
 

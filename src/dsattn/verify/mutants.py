@@ -1,0 +1,186 @@
+"""Mutants: the torch backend with one fault in one part of one operator. `self_test` shows that verify catches them.
+
+A part is an operator's forward or its backward; the loss has both for either choice of keys. A mutant runs every other
+part as the torch backend does, so what catches it is the check of its own operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dsattn.backends import TorchBackend
+from dsattn.backends.base import AttentionGradients, IndexerGradients
+from dsattn.layouts import CausalLayout, TopK
+from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
+from dsattn.spec.problem import Problem
+
+Part = str
+BACKWARD = " backward"
+
+SCORES: tuple[Part, ...] = ("indexer_scores",)
+SCORES_BACKWARD: tuple[Part, ...] = ("indexer_scores backward",)
+SELECTION: tuple[Part, ...] = ("indexer_topk",)
+SPARSE: tuple[Part, ...] = ("sparse_attention",)
+SPARSE_BACKWARD: tuple[Part, ...] = ("sparse_attention backward",)
+DENSE: tuple[Part, ...] = ("dense_attention",)
+DENSE_BACKWARD: tuple[Part, ...] = ("dense_attention backward",)
+LOSS_SELECTED: tuple[Part, ...] = ("indexer_loss:selected",)
+LOSS_SELECTED_BACKWARD: tuple[Part, ...] = ("indexer_loss:selected backward",)
+LOSS_VISIBLE: tuple[Part, ...] = ("indexer_loss:visible",)
+LOSS_VISIBLE_BACKWARD: tuple[Part, ...] = ("indexer_loss:visible backward",)
+
+ATTENTION = SPARSE + DENSE
+ATTENTION_BACKWARD = SPARSE_BACKWARD + DENSE_BACKWARD
+LOSS = LOSS_SELECTED + LOSS_VISIBLE
+LOSS_BACKWARD = LOSS_SELECTED_BACKWARD + LOSS_VISIBLE_BACKWARD
+PARTS = SCORES + SCORES_BACKWARD + SELECTION + ATTENTION + ATTENTION_BACKWARD + LOSS + LOSS_BACKWARD
+
+
+class Operation:
+    """One call of a part, as a fault gets it: called, it gives the right results.
+
+    The arguments are attributes: `operation.layout` is the layout of the call. Results are those of `Backend`; the
+    forward of the loss gives the loss alone and its backward the three gradients.
+
+    Args:
+        run: the right operator.
+        given: its arguments by name.
+        batch: b of a BSHD call, None for a packed one.
+    """
+
+    def __init__(self, run: Callable[..., Any], given: dict[str, Any], batch: int | None) -> None:
+        self.given, self.batch, self._run = given, batch, run
+
+    def __call__(self, **changes: Any) -> Any:
+        """The results of the right operator with some arguments changed."""
+        return self._run(**{**self.given, **changes})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.given[name]
+        except KeyError:
+            raise AttributeError(f"the operator has no argument {name!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One wrong behaviour, which makes one mutant of each part it may be in.
+
+    Attributes:
+        name: what is wrong.
+        imitates: what a user would have done or seen.
+        parts: where it may be.
+        apply: the results of a call with the fault in it; must not write to the arguments.
+        dtype: short name of the inputs' dtype in which the fault must show.
+    """
+
+    name: str
+    imitates: str
+    parts: tuple[Part, ...]
+    apply: Callable[[Operation], Any]
+    dtype: str = "fp32"
+
+
+class Mutant(TorchBackend):
+    """The torch backend with a fault in a part.
+
+    Args:
+        fault: what is wrong; None for the control, which goes the same way and changes nothing.
+        part: one of `PARTS`.
+    """
+
+    def __init__(self, fault: Fault | None = None, part: Part = "") -> None:
+        self.fault, self.part = fault, part
+        self.name = "control" if fault is None else f"{fault.name} in {part}"
+        self._batch: int | None = None
+
+    @property
+    def check(self) -> str:
+        """The check that must catch the mutant: that of its own operator."""
+        return self.part.removesuffix(BACKWARD)
+
+    def supports(self, problem: Problem) -> str | None:
+        """None; the batch size, which the operators are not told, is kept for the fault."""
+        self._batch = problem.batch
+        return super().supports(problem)
+
+    def _do(self, part: Part, run: Callable[..., Any], **given: Any) -> Any:
+        if self.fault is None or part != self.part:
+            return run(**given)
+        return self.fault.apply(Operation(run, given, self._batch))
+
+    def indexer_scores(self, x: IndexerInputs, layout: CausalLayout) -> Tensor:
+        """See `Backend.indexer_scores`."""
+        return self._do("indexer_scores", super().indexer_scores, x=x, layout=layout)
+
+    def indexer_scores_backward(self, x: IndexerInputs, layout: CausalLayout, d_scores: Tensor) -> IndexerGradients:
+        """See `Backend.indexer_scores_backward`."""
+        run = super().indexer_scores_backward
+        return self._do("indexer_scores backward", run, x=x, layout=layout, d_scores=d_scores)
+
+    def indexer_topk(self, x: IndexerInputs, layout: CausalLayout, top_k: int, return_scores: bool) -> TopK:
+        """See `Backend.indexer_topk`."""
+        given = {"x": x, "layout": layout, "top_k": top_k, "return_scores": return_scores}
+        return self._do("indexer_topk", super().indexer_topk, **given)
+
+    def sparse_attention(self, a: AttentionInputs, topk: TopK) -> tuple[Tensor, Tensor]:
+        """See `Backend.sparse_attention`."""
+        return self._do("sparse_attention", super().sparse_attention, a=a, topk=topk)
+
+    def sparse_attention_backward(
+        self, a: AttentionInputs, topk: TopK, out: Tensor, lse: Tensor, d_out: Tensor
+    ) -> AttentionGradients:
+        """See `Backend.sparse_attention_backward`."""
+        given = {"a": a, "topk": topk, "out": out, "lse": lse, "d_out": d_out}
+        return self._do("sparse_attention backward", super().sparse_attention_backward, **given)
+
+    def dense_attention(self, a: AttentionInputs, layout: CausalLayout) -> tuple[Tensor, Tensor]:
+        """See `Backend.dense_attention`."""
+        return self._do("dense_attention", super().dense_attention, a=a, layout=layout)
+
+    def dense_attention_backward(
+        self, a: AttentionInputs, layout: CausalLayout, out: Tensor, lse: Tensor, d_out: Tensor
+    ) -> AttentionGradients:
+        """See `Backend.dense_attention_backward`."""
+        given = {"a": a, "layout": layout, "out": out, "lse": lse, "d_out": d_out}
+        return self._do("dense_attention backward", super().dense_attention_backward, **given)
+
+    def indexer_loss(
+        self,
+        x: IndexerInputs,
+        a: AttentionInputs,
+        layout: CausalLayout,
+        topk: TopK | None,
+        lse: Tensor | None,
+        options: LossOptions,
+        with_gradients: bool,
+    ) -> tuple[Tensor, IndexerGradients | None]:
+        """See `Backend.indexer_loss`; computed twice, so that the loss and its gradients can be wrong one by one."""
+        run = super().indexer_loss
+        part = "indexer_loss:visible" if topk is None else "indexer_loss:selected"
+        given = {"x": x, "a": a, "layout": layout, "topk": topk, "lse": lse, "options": options}
+        loss = self._do(part, lambda **given: run(**given, with_gradients=False)[0], **given)
+        if not with_gradients:
+            return loss, None
+        return loss, self._do(part + BACKWARD, lambda **given: run(**given, with_gradients=True)[1], **given)
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Operation], Any]:
+    """A fault's `apply` that changes one argument."""
+    return lambda operation: operation(**{name: change(getattr(operation, name))})
+
+
+def edited(place: int, change: Callable[[Tensor], Tensor]) -> Callable[[Operation], Any]:
+    """A fault's `apply` that changes one of several results, where it is there."""
+
+    def apply(operation: Operation) -> Any:
+        results = list(operation())
+        if results[place] is not None:
+            results[place] = change(results[place])
+        return tuple(results)
+
+    return apply
