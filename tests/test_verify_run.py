@@ -140,6 +140,13 @@ def test_a_refusal_is_unsupported_with_its_reason() -> None:
     assert failed(records) == set()
 
 
+def test_a_missing_backend_that_was_named_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchBackend, "missing", lambda _: "no compiler")
+    records = judged(subject_of("bshd-b1"), "torch")
+    assert {record.verdict for record in records.values()} == {"unsupported"}
+    assert all("no compiler" in record.reason for record in records.values())
+
+
 def test_an_exception_is_a_failure_and_keeps_its_traceback() -> None:
     record = judged(subject_of("bshd-b1"), Breaks())["sparse_attention"]
     assert (record.verdict, record.reason) == ("fail", "ZeroDivisionError: told")
@@ -311,6 +318,20 @@ def test_plan_takes_names_patterns_and_operators() -> None:
     }
     found, _ = suites.plan(["quick"], cases=["bshd-b1"], device=CPU, dtype="fp16")
     assert {task.dtype for task in found} == {"fp16"}
+
+
+def test_the_full_suite() -> None:
+    named, text = suites.parts("full")
+    assert named.dtypes == ("fp32", "bf16", "fp64")
+    assert {subject.case.name for subject in named.subjects} == set(NAMED)
+    assert {subject.suite for subject in (*named.subjects, *text.subjects)} == {"full"}
+    assert len(text.subjects) == 2
+    for subject in text.subjects:
+        assert subject.facts["t"] >= 4096
+        assert subject.case.top_k == 512
+        assert subject.rows is not None
+        assert len(subject.rows) == 256
+        assert subject.facts["share_over_k"] >= 0.5
 
 
 @pytest.mark.parametrize(
