@@ -85,7 +85,7 @@ def test_blocks_cover_each_row_that_sees_a_key_once_with_its_window(layout: Caus
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("limit", [1, 3000, 20000])
+@pytest.mark.parametrize("limit", [500, 20000])
 def test_the_size_of_blocks_does_not_matter(layout: CausalLayout, limit: int, chunked: Callable[[int], None]) -> None:
     x = grid_tensors(layout).requires_grad_()
     whole = everything(x, layout, top_k=9)

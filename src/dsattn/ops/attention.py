@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsattn.ops.blocks import Block, run_blocks
 from dsattn.ops.inputs import AttentionInputs
-from dsattn.ops.numerics import exact_products, is_finite
+from dsattn.ops.numerics import exact_products
 from dsattn.ops.products import head_dots, mix_keys, mix_queries
 from dsattn.ops.softmax import masked_softmax
 from dsattn.ops.support import Support, accumulate
@@ -41,7 +41,6 @@ def attend(x: AttentionInputs, support: Support) -> tuple[Float[Tensor, "t h d_v
     t, heads, _ = x.q.shape
     out = torch.zeros(t, heads, x.value_dim, dtype=x.kv.dtype, device=x.q.device)
     lse = torch.full((t, heads), -torch.inf, dtype=x.dtype, device=x.q.device)
-    finite = not support.shared or is_finite(x.kv)
 
     def work(block: Block) -> None:
         rows = slice(block.q_begin, block.q_end)
@@ -49,7 +48,7 @@ def attend(x: AttentionInputs, support: Support) -> tuple[Float[Tensor, "t h d_v
         weights, lse[rows] = attention_probabilities(x, x.q[rows].to(x.dtype), keys, seen)
         if x.sink is not None:
             weights *= _kept_by_sink(lse[rows], x.sink)[:, :, None]
-        out[rows] = mix_keys(weights, keys[..., : x.value_dim], seen, finite)
+        out[rows] = mix_keys(weights, keys[..., : x.value_dim], seen)
 
     with exact_products(x.q.device):
         run_blocks(work, _blocks(x, support), x.q.device)
@@ -63,7 +62,6 @@ def attend_backward(
     d_q = torch.zeros_like(x.q, memory_format=torch.contiguous_format)
     # Summed over rows at the end, so that the order of the sum does not depend on threads.
     d_row_sink = torch.zeros(x.q.shape[:2], dtype=x.dtype, device=x.q.device) if x.sink is not None else None
-    finite = not support.shared or is_finite(x.q, x.kv, d_out)
 
     def work(block: Block, totals: Sequence[Tensor]) -> None:
         rows = slice(block.q_begin, block.q_end)
@@ -79,9 +77,9 @@ def attend_backward(
         if d_row_sink is not None and x.sink is not None:
             d_row_sink[rows] = -_taken_by_sink(lse, x.sink) * delta
         d_dots = d_weights.sub_(delta[:, :, None]).mul_(weights).mul_(x.softmax_scale).masked_fill_(unseen, 0)
-        d_q[rows] = mix_keys(d_dots, keys, seen, finite)
-        d_keys = mix_queries(d_dots, queries, seen, support.shared, finite)
-        d_keys[..., : x.value_dim] += mix_queries(weights, d_block, seen, support.shared, finite)
+        d_q[rows] = mix_keys(d_dots, keys, seen)
+        d_keys = mix_queries(d_dots, queries, seen, support.shared)
+        d_keys[..., : x.value_dim] += mix_queries(weights, d_block, seen, support.shared)
         support.add(block, totals[0], d_keys)
 
     with exact_products(x.q.device):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dsattn.ops.blocks import Block, buffer_bytes, run_blocks
 from dsattn.ops.inputs import IndexerInputs
-from dsattn.ops.numerics import exact_products, is_finite
+from dsattn.ops.numerics import exact_products
 from dsattn.ops.products import head_dots, mix_keys, mix_queries
 from dsattn.ops.support import Visible, accumulate
 
@@ -43,14 +43,13 @@ def all_scores_backward(
     """Gradients of index_q, index_k and weights for the gradient of the table of `all_scores`."""
     d_index_q = torch.zeros_like(x.index_q, memory_format=torch.contiguous_format)
     d_weights = torch.zeros_like(x.weights, memory_format=torch.contiguous_format)
-    finite = is_finite(x.index_q, x.index_k, x.weights)
 
     def work(block: Block, totals: Sequence[Tensor]) -> None:
         rows = slice(block.q_begin, block.q_end)
         seen = support.seen(block)
         d_scores = d_table[rows, block.k_begin : block.k_end].to(x.dtype).masked_fill(~seen, 0)
         keys = support.keys(block, x.index_k, x.dtype)
-        d_queries, d_keys, d_row_weights = block_scores_backward(x, block, keys, d_scores, seen, finite)
+        d_queries, d_keys, d_row_weights = block_scores_backward(x, block, keys, d_scores, seen)
         d_index_q[rows], d_weights[rows] = d_queries, d_row_weights
         support.add(block, totals[0], d_keys)
 
@@ -83,7 +82,6 @@ def block_scores_backward(
     keys: Tensor,
     d_scores: Float[Tensor, "c n"],
     seen: Bool[Tensor, "c n"],
-    finite: bool,
 ) -> tuple[Float[Tensor, "c h_i d_i"], Tensor, Float[Tensor, "c h_i"]]:
     """Gradients of a block's queries, keys (shaped as `keys`) and weights.
 
@@ -93,7 +91,6 @@ def block_scores_backward(
         keys: the block's index keys.
         d_scores: gradient of the scores, 0 where `seen` is False.
         seen: who sees which key.
-        finite: all inputs are known to be finite (see `split_finite`).
     """
     queries, weights = _block_rows(x, block)
     d_queries, d_weights, d_keys = torch.zeros_like(queries), torch.zeros_like(weights), torch.zeros_like(keys)
@@ -110,8 +107,8 @@ def block_scores_backward(
             d_dots.masked_fill_(dots <= 0, 0)
         else:
             d_dots.masked_fill_(unseen, 0)
-        d_queries[rows] += mix_keys(d_dots, tile_keys, tile_seen, finite)
-        d_tile_keys = mix_queries(d_dots, queries[rows], tile_seen, keys.ndim == 2, finite)
+        d_queries[rows] += mix_keys(d_dots, tile_keys, tile_seen)
+        d_tile_keys = mix_queries(d_dots, queries[rows], tile_seen, keys.ndim == 2)
         _tile_keys(d_keys, rows, columns).add_(d_tile_keys)
     return d_queries, d_keys, d_weights
 

@@ -18,7 +18,7 @@ from dsattn.ops.attention import attention_probabilities
 from dsattn.ops.blocks import Block
 from dsattn.ops.indexer import block_scores, block_scores_backward
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
-from dsattn.ops.numerics import exact_products, is_finite, unscaled_gradient_dtype
+from dsattn.ops.numerics import exact_products, unscaled_gradient_dtype
 from dsattn.ops.softmax import masked_softmax
 from dsattn.ops.support import Support, accumulate
 
@@ -50,7 +50,6 @@ def indexer_kl(
     kl = torch.zeros(support.num_q, dtype=x.dtype, device=device)
     d_index_q = _gradient_buffer(x.index_q) if with_gradients else None
     d_weights = _gradient_buffer(x.weights) if with_gradients else None
-    finite = not support.shared or is_finite(x.index_q, x.index_k, x.weights)
 
     def work(block: Block, totals: Sequence[Tensor]) -> None:
         rows, seen = slice(block.q_begin, block.q_end), support.seen(block)
@@ -62,7 +61,7 @@ def indexer_kl(
         if d_index_q is None or d_weights is None:
             return
         d_scores = (student - teacher).mul_(row_weights[rows, None]).masked_fill_(~seen, 0)
-        d_index_q[rows], d_keys, d_weights[rows] = block_scores_backward(x, block, keys, d_scores, seen, finite)
+        d_index_q[rows], d_keys, d_weights[rows] = block_scores_backward(x, block, keys, d_scores, seen)
         support.add(block, totals[0], d_keys)
 
     heads = a.q.shape[1] + x.weights.shape[1]

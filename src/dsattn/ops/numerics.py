@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -54,18 +55,14 @@ def exact_products(device: torch.device) -> Generator[None]:
                         switch.fp32_precision = _SAVED.pop(name)
 
 
-def is_finite(*tensors: Tensor) -> bool:
-    """Whether all entries are finite; False without looking on an accelerator, where looking would synchronise."""
-    return all(x.device.type == "cpu" and bool(torch.isfinite(x).all()) for x in tensors)
-
-
-def split_finite(x: Tensor, known_finite: bool) -> tuple[Tensor, Tensor | None]:
+def split_finite(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """x with NaN and inf replaced by 0, and a bool mask of their places (None if there are none).
 
     A product whose left factor is 0 where a row sees nothing still gives 0 * NaN = NaN: one bad key would spoil every
     row that shares its block. So products run over the finite part, and `spread_bad` puts NaN where it belongs.
     """
-    if known_finite:
+    # A sum with a NaN or inf in it is not finite. On an accelerator, looking at it would synchronise.
+    if x.device.type == "cpu" and math.isfinite(x.sum().item()):
         return x, None
     finite = torch.isfinite(x)
     return torch.where(finite, x, 0), ~finite

@@ -20,13 +20,11 @@ def head_dots(queries: Float[Tensor, "c h d"], keys: Tensor) -> Float[Tensor, "c
     return (queries.flatten(0, 1) @ keys.T).unflatten(0, queries.shape[:2])
 
 
-def mix_keys(
-    factors: Float[Tensor, "c h n"], keys: Tensor, seen: Bool[Tensor, "c n"], finite: bool
-) -> Float[Tensor, "c h d"]:
+def mix_keys(factors: Float[Tensor, "c h n"], keys: Tensor, seen: Bool[Tensor, "c n"]) -> Float[Tensor, "c h d"]:
     """sum_j factors[i, h, j] * keys[j]; `factors` is 0 where `seen` is False; a bad key touches only who sees it."""
     if keys.ndim == 3:
         return torch.bmm(factors, keys)
-    clean, bad = split_finite(keys, finite)
+    clean, bad = split_finite(keys)
     product = (factors.flatten(0, 1) @ clean).unflatten(0, factors.shape[:2])
     return spread_bad(product, seen, bad)
 
@@ -36,7 +34,6 @@ def mix_queries(
     queries: Float[Tensor, "c h d"],
     seen: Bool[Tensor, "c n"],
     shared: bool,
-    finite: bool,
 ) -> Tensor:
     """Sum over heads of factors[i, h, j] * queries[i, h], and over rows too if they share the keys.
 
@@ -44,6 +41,6 @@ def mix_queries(
     """
     if not shared:
         return torch.bmm(factors.transpose(1, 2), queries)
-    clean, bad = split_finite(queries, finite)
+    clean, bad = split_finite(queries)
     product = factors.flatten(0, 1).T @ clean.flatten(0, 1)
     return spread_bad(product, seen.T, None if bad is None else bad.any(1))

@@ -47,13 +47,14 @@ class Operation:
     forward of the loss gives the loss alone and its backward the three gradients.
 
     Args:
+        part: which part is called.
         run: the right operator.
         given: its arguments by name.
         batch: b of a BSHD call, None for a packed one.
     """
 
-    def __init__(self, run: Callable[..., Any], given: dict[str, Any], batch: int | None) -> None:
-        self.given, self.batch, self._run = given, batch, run
+    def __init__(self, part: Part, run: Callable[..., Any], given: dict[str, Any], batch: int | None) -> None:
+        self.part, self.given, self.batch, self._run = part, given, batch, run
 
     def __call__(self, **changes: Any) -> Any:
         """The results of the right operator with some arguments changed."""
@@ -85,17 +86,21 @@ class Fault:
     dtype: str = "fp32"
 
 
+NO_FAULT = Fault(name="no fault", imitates="the right backend", parts=(), apply=lambda operation: operation())
+"""The control's."""
+
+
 class Mutant(TorchBackend):
-    """The torch backend with a fault in a part.
+    """The torch backend with a fault in a part; without arguments the control, which has none in any.
 
     Args:
-        fault: what is wrong; None for the control, which goes the same way and changes nothing.
-        part: one of `PARTS`.
+        fault: what is wrong.
+        part: where, one of `PARTS`.
     """
 
-    def __init__(self, fault: Fault | None = None, part: Part = "") -> None:
+    def __init__(self, fault: Fault = NO_FAULT, part: Part = "") -> None:
         self.fault, self.part = fault, part
-        self.name = "control" if fault is None else f"{fault.name} in {part}"
+        self.name = f"{fault.name} in {part}" if part else "control"
         self._batch: int | None = None
 
     @property
@@ -109,9 +114,9 @@ class Mutant(TorchBackend):
         return super().supports(problem)
 
     def _do(self, part: Part, run: Callable[..., Any], **given: Any) -> Any:
-        if self.fault is None or part != self.part:
+        if part != self.part:
             return run(**given)
-        return self.fault.apply(Operation(run, given, self._batch))
+        return self.fault.apply(Operation(part, run, given, self._batch))
 
     def indexer_scores(self, x: IndexerInputs, layout: CausalLayout) -> Tensor:
         """See `Backend.indexer_scores`."""

@@ -1,0 +1,168 @@
+"""Shows that verify turns red for wrong operators: every mutant is caught, and the control is green."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from dsattn.backends import Backend
+from dsattn.verify import mutants_loss, mutants_numbers, mutants_selection, mutants_windows
+from dsattn.verify.environment import environment
+from dsattn.verify.mutants import Fault, Mutant
+from dsattn.verify.records import Record
+from dsattn.verify.reference import References
+from dsattn.verify.run import run, tasks
+from dsattn.verify.subject import Subject
+from dsattn.verify.suites import parts
+
+SUITE: Literal["quick"] = "quick"
+FAULTS: tuple[Fault, ...] = (
+    *mutants_windows.FAULTS,
+    *mutants_selection.FAULTS,
+    *mutants_numbers.FAULTS,
+    *mutants_loss.FAULTS,
+)
+"""Every fault; each makes one mutant of each part that it may be in."""
+
+Outcome = Literal["caught", "not caught", "broken"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What came of a mutant.
+
+    Attributes:
+        mutant: the wrong backend.
+        checks: how many checks ran, the last of them included.
+        record: the first check that was not green; None where all were.
+    """
+
+    mutant: Mutant
+    checks: int
+    record: Record | None
+
+    @property
+    def outcome(self) -> Outcome:
+        """ "caught" only by a comparison: a mutant that raises an error is broken and proves nothing."""
+        if self.record is None:
+            return "not caught"
+        return "caught" if self.record.verdict == "fail" and self.record.traceback is None else "broken"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfTest:
+    """What came of all mutants and of the control.
+
+    Attributes:
+        environment: where it was made.
+        control: every check of the suite with nothing wrong.
+        trials: one per mutant.
+    """
+
+    environment: dict[str, Any]
+    control: Sequence[Record]
+    trials: Sequence[Trial]
+
+    @property
+    def escaped(self) -> list[Trial]:
+        """The mutants that no comparison caught."""
+        return [trial for trial in self.trials if trial.outcome != "caught"]
+
+    @property
+    def disturbed(self) -> list[Record]:
+        """The checks of the control that are not green."""
+        return [record for record in self.control if record.verdict != "pass"]
+
+    @property
+    def holds(self) -> bool:
+        """Whether there were mutants, all were caught, and the control is green."""
+        return bool(self.trials and self.control) and not self.escaped and not self.disturbed
+
+    @property
+    def summary(self) -> str:
+        """The verdict in one line."""
+        caught = len(self.trials) - len(self.escaped)
+        wrong, checks = len(self.disturbed), len(self.control)
+        control = f"control red ({wrong} of {checks} checks)" if wrong else f"control green ({checks} checks)"
+        return f"{'PASS' if self.holds else 'FAIL'}: {caught} of {len(self.trials)} mutants caught; {control}"
+
+    def as_json(self) -> str:
+        """The result as JSON text."""
+        found = {
+            "environment": self.environment,
+            "holds": self.holds,
+            "summary": self.summary,
+            "control": {"checks": len(self.control), "not_green": [_place(record) for record in self.disturbed]},
+            "mutants": [
+                {
+                    "fault": trial.mutant.fault.name,
+                    "imitates": trial.mutant.fault.imitates,
+                    "part": trial.mutant.part,
+                    "outcome": trial.outcome,
+                    "checks": trial.checks,
+                    "by": None if trial.record is None else _place(trial.record),
+                }
+                for trial in self.trials
+            ],
+        }
+        return json.dumps(found, indent=1, allow_nan=False) + "\n"
+
+
+def _place(record: Record) -> dict[str, str]:
+    names = "suite", "case", "operator", "device", "dtype", "verdict", "reason"
+    return {name: getattr(record, name) for name in names}
+
+
+def all_mutants(faults: Iterable[Fault] = FAULTS) -> list[Mutant]:
+    """One mutant for every part that each fault may be in."""
+    return [Mutant(fault, part) for fault in faults for part in fault.parts]
+
+
+def self_test(
+    *,
+    device: torch.device,
+    mutants: Sequence[Mutant] | None = None,
+    control: Backend | None = None,
+    subjects: Sequence[Subject] | None = None,
+    advance: Callable[[str, int, int], None] = lambda *_: None,
+) -> SelfTest:
+    """What verify says of wrong backends, and of a right one in the same run.
+
+    Runner, cases and budgets are those of the suite. A mutant is judged by the check of the operator that it gets wrong,
+    case after case, until the first one is not green; the control by all checks. Expected results are shared.
+
+    Args:
+        device: where the operators run.
+        mutants: the wrong backends; None for `all_mutants()`.
+        control: the right backend; None for the mutants' own backend without a fault.
+        subjects: the cases; None for those of the quick suite.
+        advance: called after every step with what is at hand, the steps done and the steps there are.
+    """
+    mutants = all_mutants() if mutants is None else mutants
+    subjects = parts(SUITE)[0].subjects if subjects is None else subjects
+    control = Mutant() if control is None else control
+    references = References(keep=None)
+    todo = tasks(subjects, [control], device, list(dict.fromkeys(mutant.fault.dtype for mutant in mutants)))
+    steps, records, trials = len(todo) + len(mutants), [], []
+    for record in run(todo, references):
+        records.append(record)
+        advance(f"control: {record.case}", len(records), steps)
+    for mutant in mutants:
+        trials.append(hunt(mutant, subjects, device, references))
+        advance(mutant.name, len(records) + len(trials), steps)
+    return SelfTest(environment=environment(), control=records, trials=trials)
+
+
+def hunt(mutant: Mutant, subjects: Sequence[Subject], device: torch.device, references: References) -> Trial:
+    """Runs the checks of the operator that a mutant gets wrong until one is not green."""
+    todo = tasks(subjects, [mutant], device, [mutant.fault.dtype])
+    checks = 0
+    for record in run(filter(lambda task: task.operator == mutant.check, todo), references):
+        checks += 1
+        if record.verdict != "pass":
+            return Trial(mutant=mutant, checks=checks, record=record)
+    return Trial(mutant=mutant, checks=checks, record=None)
