@@ -1,0 +1,58 @@
+"""Writes the table of a verify run into README.md.
+
+    make verify && python benchmarks/readme_table.py build/verify.json
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN, END = "<!-- verify table -->", "<!-- /verify table -->"
+HEAD = "| operator | dtype | checks that hold | recall mean / min | error of results | error of gradients | share of budget |"
+
+
+def main() -> None:
+    """Reads the records and replaces the block between the marks."""
+    run = json.loads(Path(sys.argv[1]).read_text())
+    table = "\n".join([HEAD, "|" + "---|" * (HEAD.count("|") - 1), *rows(run["records"])])
+    where = run["environment"]
+    machine = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, Python {where['python']}"
+    suites = " and ".join(dict.fromkeys(record["suite"] for record in run["records"]))
+    note = (
+        f"Suites {suites}, backend torch on {machine}, {where['date'][:10]}. Errors are the largest relative errors against "
+        "the float64 oracle over all cases; a share of budget above 100 % would be a failure."
+    )
+    block = f"{BEGIN}\n{table}\n\n{note}\n{END}"
+    README.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: block, README.read_text(), flags=re.DOTALL))
+
+
+def rows(records: list[dict[str, Any]]) -> list[str]:
+    """One line per operator and dtype."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["operator"], record["dtype"]), []).append(record)
+    lines = []
+    for (operator, dtype), group in groups.items():
+        held = sum(record["verdict"] == "pass" for record in group)
+        metrics = [record["metrics"] for record in group]
+        recalls = [m for m in metrics if "recall_mean" in m]
+        recall = "-"
+        if recalls:
+            recall = " / ".join(f"{min(m[key] for m in recalls):.3f}" for key in ("recall_mean", "recall_min"))
+        results = [(name, found) for m in metrics for name, found in m.get("results", {}).items()]
+        forward = [found["relative_error"] for name, found in results if not name.startswith("d_")]
+        backward = [found["relative_error"] for name, found in results if name.startswith("d_")]
+        shares = [found["share_of_budget"] for _, found in results]
+        cells = [operator.replace(":", ", "), dtype, f"{held} of {len(group)}", recall]
+        cells += [f"{max(errors):.1e}" if errors else "-" for errors in (forward, backward)]
+        lines.append(f"| {' | '.join([*cells, f'{max(shares):.0%}' if shares else '-'])} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
