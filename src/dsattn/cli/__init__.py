@@ -1,6 +1,6 @@
 """The command `dsattn`, one file per command.
 
-The packages that only the commands need (cyclopts, rich, jinja2) are imported when a command runs, so that the library
+The packages that only the commands need (rich, jinja2) are imported when a command runs, so that the library
 works without them.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dsattn.errors import DsattnError
 
 USAGE = 2
-_NEEDED = ("cyclopts", "rich", "jinja2")
+_NEEDED = ("rich", "jinja2")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,24 +1,25 @@
-"""The commands put together."""
+"""The commands put together.
+
+argparse, though other libraries read options from signatures: the command has to run on machines where nothing can be
+installed, and it comes with Python.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
-
-from cyclopts import App, CycloptsError
+from typing import NoReturn
 
 import dsattn
-from dsattn.cli.doctor import doctor
-from dsattn.cli.verify import verify
+from dsattn.cli import doctor, verify
 from dsattn.errors import BadInput
 
-app = App(
-    name="dsattn",
-    help="Exact operators of DeepSeek sparse attention, and proof of what runs them.",
-    version=dsattn.__version__,
-    help_format="plaintext",
-)
-app.command(verify)
-app.command(doctor)
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises what it has to say instead of printing its usage and leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput("usage", fix=f"{message}. `{self.prog} --help` lists what there is")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -27,9 +28,28 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         BadInput: the arguments do not fit a command.
     """
+    parser = _Parser(prog="dsattn", description=dsattn.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=dsattn.__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for command in (verify, doctor):
+        summary = (command.__doc__ or "").partition(": ")[2].partition("\n")[0]
+        name = command.__name__.rpartition(".")[2]
+        added = commands.add_parser(
+            name,
+            help=summary,
+            description=command.DESCRIPTION,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_options(added)
+        added.set_defaults(command=command.main)
     try:
-        code = app(list(arguments), exit_on_error=False, print_error=False, result_action="return_value")
-    except CycloptsError as error:
-        raise BadInput("usage", fix=f"{' '.join(str(error).split())} `dsattn --help` lists what there is") from error
-    # Help and the version give nothing back.
-    return code if isinstance(code, int) else 0
+        options = vars(parser.parse_args(arguments))
+    except SystemExit:
+        # --help and --version have printed what they are for.
+        return 0
+    command = options.pop("command", None)
+    if command is None:
+        parser.print_help()
+        return 0
+    return command(**options)

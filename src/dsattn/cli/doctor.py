@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json as json_format
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,23 @@ from dsattn.verify.environment import devices, environment, package_version
 from dsattn.verify.records import write
 from dsattn.verify.report import console
 
-_PACKAGES = ("torch", "jaxtyping", "cyclopts", "rich", "jinja2", "packaging")
+_PACKAGES = ("torch", "jaxtyping", "rich", "jinja2")
 _ROWS = 4096
 
 
-def doctor(*, json: Path | None = None) -> int:
-    """Show what is installed here, and which operator runs on what, and why not.
+DESCRIPTION = """\
+Show what is installed here, and which operator runs on what, and why not.
 
-    Every answer is a backend's own, asked for DeepSeek-V3.2's sizes in bf16 with gradients.
+Every answer is a backend's own, asked for DeepSeek-V3.2's sizes in bf16 with gradients."""
 
-    Args:
-        json: also write the answers to this file.
-    """
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `main`."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the answers to this file")
+
+
+def main(*, json: Path | None) -> int:
+    """Runs `dsattn doctor`; its exit code."""
     found = examine()
     out = console()
     facts = Table(show_header=False, box=None)

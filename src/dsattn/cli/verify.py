@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from cyclopts import Parameter
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dsattn.errors import BadInput
@@ -18,44 +18,68 @@ from dsattn.verify.environment import environment
 from dsattn.verify.records import Record, Report, write
 from dsattn.verify.report import console, show
 from dsattn.verify.run import Task, operators_of, run
-from dsattn.verify.suites import Suite
+from dsattn.verify.suites import SUITES, Suite
+
+DESCRIPTION = """\
+Compare every operator with the float64 oracle, forward and backward.
+
+Exit code: 0 all checks hold; 1 a check failed, or none ran; 2 wrong usage."""
 
 
-def verify(
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of `main`."""
+    several = {"action": "append", "default": []}
+    parser.add_argument(
+        "--suite",
+        choices=SUITES,
+        help="quick (every named case; the default), real-text (the Python standard library's sources as text) or full "
+        "(the named cases also in fp64, and real text of thousands of rows); repeat it for several",
+        **several,
+    )
+    parser.add_argument(
+        "--case",
+        metavar="NAME",
+        help="only this case, or NAME/OPERATOR for one of its operators; * stands for any text; repeat it for several",
+        **several,
+    )
+    parser.add_argument("--list", action="store_true", help="list the suites' cases and what each shows, and stop")
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="only this backend; repeat it for several (default: all that are usable here)",
+        **several,
+    )
+    parser.add_argument(
+        "--device", help="where to run, such as cpu or cuda:0 (default: cuda where there is one, else cpu)"
+    )
+    parser.add_argument("--dtype", help="fp32, bf16, fp16 or fp64 in place of the suite's own")
+    parser.add_argument(
+        "--verbose", action="store_true", help="show every check, and the traceback of unexpected errors"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the records to this file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page to this file")
+
+
+def main(
     *,
-    suite: Annotated[list[Suite] | None, Parameter(negative=())] = None,
-    case: Annotated[list[str] | None, Parameter(negative=())] = None,
-    list_cases: Annotated[bool, Parameter(name="--list", negative=())] = False,
-    backend: Annotated[list[str] | None, Parameter(negative=())] = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    verbose: Annotated[bool, Parameter(negative=())] = False,
-    json: Path | None = None,
-    html: Path | None = None,
+    suite: Sequence[Suite],
+    case: Sequence[str],
+    list: bool,
+    backend: Sequence[str],
+    device: str | None,
+    dtype: str | None,
+    verbose: bool,
+    json: Path | None,
+    html: Path | None,
 ) -> int:
-    """Compare every operator with the float64 oracle, forward and backward.
-
-    Exit code: 0 all checks hold; 1 a check failed, or none ran; 2 wrong usage.
-
-    Args:
-        suite: quick (every named case), real-text (the Python standard library's sources as text) or full (the named
-            cases also in fp64, and real text of thousands of rows); repeat it for several. Default: quick.
-        case: only this case, or NAME/OPERATOR for one of its operators; * stands for any text; repeat it for several.
-        list_cases: list the suites' cases and what each shows, and stop.
-        backend: only this backend; repeat it for several. Default: all that are usable here.
-        device: where to run, such as cpu or cuda:0. Default: cuda where there is one, else cpu.
-        dtype: fp32, bf16, fp16 or fp64 in place of the suite's own.
-        verbose: show every check, and the traceback of unexpected errors.
-        json: also write the records to this file.
-        html: also write a page to this file.
-    """
-    chosen = list(dict.fromkeys(suite or ["quick"]))
-    if list_cases:
-        _list(chosen, case or [], dtype)
+    """Runs `dsattn verify`; its exit code."""
+    chosen: Sequence[Suite] = tuple(dict.fromkeys(suite or ["quick"]))
+    if list:
+        _list(chosen, case, dtype)
         return 0
     _check_files(json, html)
     where = _device(device)
-    tasks, records = suites.plan(chosen, cases=case or [], backends=backend or [], device=where, dtype=dtype)
+    tasks, records = suites.plan(chosen, cases=case, backends=backend, device=where, dtype=dtype)
     report = Report(environment=environment(), records=[*_with_progress(tasks), *records])
     show(report, console(), verbose=verbose)
     if json is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dsattn.backends import TorchBackend
@@ -189,3 +190,8 @@ def edited(place: int, change: Callable[[Tensor], Tensor]) -> Callable[[Operatio
         return tuple(results)
 
     return apply
+
+
+def to_tf32(x: Tensor) -> Tensor:
+    """fp32 numbers with the ten bits of mantissa that TF32 keeps, rounded to nearest."""
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)

@@ -34,13 +34,13 @@ class LossTables:
     Attributes:
         seen: which keys are in the support of each row.
         scores: indexer scores, -inf at keys that are not visible.
-        mass: attention probabilities summed over heads, 0 outside the support.
+        logits: of the attention, [t, h, s].
         row_weight: what the KL of each row is multiplied by, [t].
     """
 
     seen: Tensor
     scores: Tensor
-    mass: Tensor
+    logits: Tensor
     row_weight: Tensor
 
     @classmethod
@@ -57,13 +57,17 @@ class LossTables:
         if options.row_mask is not None:
             seen = seen & options.row_mask[:, None]
         logits = a.softmax_scale * torch.einsum("thd,sd->ths", a.q.to(a.dtype), a.kv.to(a.dtype))
-        mass = _softmax(logits, seen[:, None]).sum(1)
         counted = seen.any(1)
         rows = options.num_rows if options.num_rows is not None else 1
         if options.num_rows is None and options.reduction == "mean":
             rows = counted.sum().clamp(min=1)
         row_weight = counted.to(x.dtype) * options.coeff / rows
-        return cls(seen, _TORCH.indexer_scores(x, layout), mass, row_weight)
+        return cls(seen, _TORCH.indexer_scores(x, layout), logits, row_weight)
+
+    @property
+    def mass(self) -> Tensor:
+        """Attention probabilities summed over heads, 0 outside the support."""
+        return _softmax(self.logits, self.seen[:, None]).sum(1)
 
     @property
     def teacher(self) -> Tensor:
@@ -105,6 +109,18 @@ def rewritten(
 def _reversed_kl(operation: Operation) -> Tensor:
     tables = LossTables.of(operation)
     return _loss(tables, tables.student(), tables.teacher)
+
+
+def _cross_entropy(operation: Operation) -> Tensor:
+    tables = LossTables.of(operation)
+    return _loss(tables, tables.teacher, tables.student()) - _loss(
+        tables, tables.teacher, torch.ones_like(tables.teacher)
+    )
+
+
+def _without_maximum(tables: LossTables) -> Tensor:
+    total = tables.scores.masked_fill(~tables.seen, -torch.inf).exp().sum(1, keepdim=True)
+    return tables.student().masked_fill(tables.seen & (total.isinf() | (total == 0)), torch.nan)
 
 
 def _gate_missing(operation: Operation) -> Any:
@@ -198,6 +214,12 @@ FAULTS = (
         apply=rewritten(teacher_of=lambda tables: tables.mass),
     ),
     Fault(
+        name="teacher's heads summed before the softmax",
+        imitates="one sum of exp over heads and keys: heads with large logits count for more",
+        parts=_BOTH,
+        apply=rewritten(teacher_of=lambda tables: _softmax(tables.logits.logsumexp(1), tables.seen)),
+    ),
+    Fault(
         name="student over all visible keys",
         imitates="the loss over selected keys takes the indexer's softmax over all keys",
         parts=LOSS_SELECTED + LOSS_SELECTED_BACKWARD,
@@ -208,6 +230,18 @@ FAULTS = (
         imitates="the student's KL from the teacher",
         parts=LOSS,
         apply=_reversed_kl,
+    ),
+    Fault(
+        name="cross entropy",
+        imitates="teacher * log teacher left out, since it has no gradient",
+        parts=LOSS,
+        apply=_cross_entropy,
+    ),
+    Fault(
+        name="student without its maximum",
+        imitates="exp of the scores themselves, which overflows",
+        parts=_BOTH,
+        apply=rewritten(student_of=_without_maximum),
     ),
     Fault(
         name="epsilon in the logarithm",

@@ -23,7 +23,7 @@ from dsattn.verify.mutants import (
 
 _READERS = SPARSE + SPARSE_BACKWARD + LOSS_SELECTED + LOSS_SELECTED_BACKWARD
 _TORCH = TorchBackend()
-_TILE = 8
+_TILE, _ROWS = 8, 16
 _MANY_SLOTS = 256
 
 
@@ -66,6 +66,12 @@ def _seq_major(topk: TopK, operation: Operation) -> TopK:
     batch = operation.batch or 1
     keys = max(1, topk.num_k // batch)
     return _moved(topk, topk.indices % keys * batch + topk.indices // keys)
+
+
+def _without_last_rows(lengths: Tensor) -> Tensor:
+    lengths = lengths.clone()
+    lengths[len(lengths) - len(lengths) % _ROWS :] = 0
+    return lengths
 
 
 def _cut(lengths_of: Callable[[Tensor], Tensor]) -> Callable[[TopK, Operation], TopK]:
@@ -162,6 +168,12 @@ FAULTS = (
         apply=_slots(_cut(lambda lengths: lengths.clamp(max=_MANY_SLOTS))),
     ),
     Fault(
+        name="last chunk of rows without slots",
+        imitates=f"query rows behind the last full tile of {_ROWS} are never computed",
+        parts=SELECTION + _READERS,
+        apply=_slots(_cut(_without_last_rows)),
+    ),
+    Fault(
         name="unused slots read",
         imitates="-1 taken as key row 0, and no mask on the slots behind the row's length",
         parts=_READERS,
@@ -216,6 +228,12 @@ FAULTS = (
         imitates="unseen keys score 0 instead of -inf and beat the seen ones that score less",
         parts=SELECTION,
         apply=lambda operation: _select(operation, lambda table: table.masked_fill(table == -torch.inf, 0)),
+    ),
+    Fault(
+        name="score 0 taken as masked",
+        imitates="keys whose dots the relu cut off in all heads are no candidates",
+        parts=SELECTION,
+        apply=lambda operation: _select(operation, lambda table: table.masked_fill(table == 0, -torch.inf)),
     ),
     Fault(
         name="smallest scores selected",

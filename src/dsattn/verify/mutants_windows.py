@@ -24,7 +24,7 @@ from dsattn.verify.mutants import (
 
 _PARTS = SCORES + SCORES_BACKWARD + SELECTION + DENSE + DENSE_BACKWARD + LOSS_VISIBLE + LOSS_VISIBLE_BACKWARD
 _TILE = 16
-_MANY_KEYS = 2048
+_MANY_KEYS, _MANY_ROWS = 2048, 128
 
 
 class _Segments(NamedTuple):
@@ -141,6 +141,12 @@ FAULTS = (
         apply=changed("layout", lambda layout: _with_segments(layout, _segments(layout), ratio=1)),
     ),
     Fault(
+        name="ratio rounded up",
+        imitates="a compressed key is seen before the last of its tokens",
+        parts=_PARTS,
+        apply=_windows(lambda s, layout: s._replace(q_offset=s.q_offset + layout.ratio - 1)),
+    ),
+    Fault(
         name="last document skipped",
         imitates="a loop over documents that ends one early",
         parts=_PARTS,
@@ -165,7 +171,13 @@ FAULTS = (
         apply=_windows(lambda s, _: s._replace(k_len=s.k_len.clamp(max=_MANY_KEYS))),
     ),
     Fault(
-        name="key gradients overwritten",
+        name="second tile of rows skipped",
+        imitates=f"a kernel that is right up to {_MANY_ROWS} rows of a document and stops there",
+        parts=_PARTS,
+        apply=_windows(lambda s, _: s._replace(q_len=s.q_len.clamp(max=_MANY_ROWS))),
+    ),
+    Fault(
+        name="key gradients of a document's halves overwritten",
         imitates="both halves of a document on a context-parallel rank write the gradient of its keys; the last stays",
         parts=SCORES_BACKWARD + DENSE_BACKWARD,
         apply=_overwritten,

@@ -10,7 +10,14 @@ from typing import Any, Literal
 import torch
 
 from dsattn.backends import Backend
-from dsattn.verify import mutants_loss, mutants_numbers, mutants_selection, mutants_windows
+from dsattn.verify import (
+    mutants_attention,
+    mutants_loss,
+    mutants_results,
+    mutants_scores,
+    mutants_selection,
+    mutants_windows,
+)
 from dsattn.verify.environment import environment
 from dsattn.verify.mutants import Fault, Mutant
 from dsattn.verify.records import Record
@@ -18,13 +25,16 @@ from dsattn.verify.reference import References
 from dsattn.verify.run import run, tasks
 from dsattn.verify.subject import Subject
 from dsattn.verify.suites import parts
+from dsattn.verify.threads import one_thread
 
 SUITE: Literal["quick"] = "quick"
 FAULTS: tuple[Fault, ...] = (
     *mutants_windows.FAULTS,
     *mutants_selection.FAULTS,
-    *mutants_numbers.FAULTS,
+    *mutants_scores.FAULTS,
+    *mutants_attention.FAULTS,
     *mutants_loss.FAULTS,
+    *mutants_results.FAULTS,
 )
 """Every fault; each makes one mutant of each part that it may be in."""
 
@@ -47,7 +57,7 @@ class Trial:
 
     @property
     def outcome(self) -> Outcome:
-        """ "caught" only by a comparison: a mutant that raises an error is broken and proves nothing."""
+        """Whether a comparison caught it; a mutant that raises an error, or refuses, is broken and proves nothing."""
         if self.record is None:
             return "not caught"
         return "caught" if self.record.verdict == "fail" and self.record.traceback is None else "broken"
@@ -122,6 +132,7 @@ def all_mutants(faults: Iterable[Fault] = FAULTS) -> list[Mutant]:
     return [Mutant(fault, part) for fault in faults for part in fault.parts]
 
 
+@one_thread()
 def self_test(
     *,
     device: torch.device,
@@ -132,8 +143,8 @@ def self_test(
 ) -> SelfTest:
     """What verify says of wrong backends, and of a right one in the same run.
 
-    Runner, cases and budgets are those of the suite. A mutant is judged by the check of the operator that it gets wrong,
-    case after case, until the first one is not green; the control by all checks. Expected results are shared.
+    Runner, cases and budgets are those of the suite. A mutant is judged by the check of the operator that it gets
+    wrong, case after case, until one is not green; the control by all checks. Expected results are shared.
 
     Args:
         device: where the operators run.

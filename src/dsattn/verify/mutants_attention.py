@@ -1,4 +1,4 @@
-"""Faults in the arithmetic of scores and attention: scales, masks, sinks, precision, rows and gradients left out."""
+"""Faults in the arithmetic of attention: scale, softmax, sink, values, precision."""
 
 from __future__ import annotations
 
@@ -11,29 +11,22 @@ import torch
 from torch import Tensor
 
 from dsattn.backends import TorchBackend
-from dsattn.layouts import TopK
-from dsattn.ops.inputs import AttentionInputs, IndexerInputs
+from dsattn.ops.inputs import AttentionInputs
 from dsattn.verify.mutants import (
     ATTENTION,
     ATTENTION_BACKWARD,
-    DENSE_BACKWARD,
     LOSS,
     LOSS_BACKWARD,
-    SCORES,
-    SCORES_BACKWARD,
-    SELECTION,
-    SPARSE_BACKWARD,
     Fault,
     Operation,
     changed,
     edited,
+    to_tf32,
 )
 
-_INDEXER = SCORES + SCORES_BACKWARD + SELECTION + LOSS + LOSS_BACKWARD
-_ATTENDING = ATTENTION + ATTENTION_BACKWARD + LOSS + LOSS_BACKWARD
-_GRADIENTS = SCORES_BACKWARD + ATTENTION_BACKWARD + LOSS_BACKWARD
+_PARTS = ATTENTION + ATTENTION_BACKWARD + LOSS + LOSS_BACKWARD
 _TORCH = TorchBackend()
-_INDEX_HEADS, _HEADS = 32, 64
+_HEADS, _COLUMNS, _VALUES = 64, 512, 256
 _QUERIES, _KEYS, _THIRD = range(3)
 
 
@@ -54,36 +47,11 @@ def _values_at_end(operation: Operation) -> tuple[Tensor, Tensor]:
     return out[..., -operation.a.value_dim :].contiguous(), lse
 
 
-def _row_skipped(operation: Operation) -> Any:
-    """The middle row of the first result is 0, as a buffer of zeros would leave it."""
-    results = operation()
-    first = results if isinstance(results, Tensor) else results.indices if isinstance(results, TopK) else results[0]
-    first[len(first) // 2 : len(first) // 2 + 1] = 0
-    return results
-
-
 def _empty_rows_nan(operation: Operation) -> Any:
     """The first result of rows without keys is 0 / 0."""
     results = operation()
     empty = _attend(replace(operation.a, sink=None), operation)[1][:, :1, None] == -torch.inf
     return results[0].masked_fill(empty, torch.nan), *results[1:]
-
-
-def _masked_as_0(operation: Operation) -> Tensor:
-    scores = operation()
-    return scores.masked_fill(scores == -torch.inf, 0)
-
-
-def _later_batches_zero(operation: Operation) -> Any:
-    d_queries, d_keys, rest = operation()
-    if operation.batch:
-        d_keys[len(d_keys) // operation.batch :] = 0
-    return d_queries, d_keys, rest
-
-
-def _gate_missing(operation: Operation) -> Any:
-    d_index_q, d_index_k, _ = operation(x=replace(operation.x, relu=False))
-    return d_index_q, d_index_k, operation()[_THIRD]
 
 
 def _sink_missing(operation: Operation) -> Any:
@@ -137,18 +105,30 @@ def _summed_in_low_precision(operation: Operation) -> Any:
     return d_q, total, d_sink
 
 
-def _indexer(change: Callable[[IndexerInputs], IndexerInputs]) -> Callable[[Operation], Any]:
-    return changed("x", change)
+def _first_columns(a: AttentionInputs) -> AttentionInputs:
+    q = a.q.clone()
+    q[..., _COLUMNS:] = 0
+    return replace(a, q=q)
 
 
-def _attention(change: Callable[[AttentionInputs], AttentionInputs]) -> Callable[[Operation], Any]:
-    return changed("a", change)
+def _scaled_sink(a: AttentionInputs) -> AttentionInputs:
+    return a if a.sink is None else replace(a, sink=a.sink * a.softmax_scale)
 
 
-def _first_heads(x: IndexerInputs) -> IndexerInputs:
-    weights = x.weights.clone()
-    weights[:, _INDEX_HEADS:] = 0
-    return replace(x, weights=weights)
+def _without_maximum(operation: Operation) -> tuple[Tensor, Tensor]:
+    out, lse = operation()
+    total = lse.exp()
+    lost = total.isinf() | ((total == 0) & (lse != -torch.inf))
+    return out.masked_fill(lost[..., None], torch.nan), total.log()
+
+
+def _overwritten(operation: Operation) -> Any:
+    """Keys that rows of the second half use have the gradient of those rows alone."""
+    d_q, d_kv, d_sink = operation()
+    later = operation.d_out.clone()
+    later[: len(later) // 2] = 0
+    d_later = operation(d_out=later)[_KEYS]
+    return d_q, torch.where((d_later != 0).any(-1, keepdim=True), d_later, d_kv), d_sink
 
 
 def _zero_behind(result: Tensor) -> Tensor:
@@ -156,79 +136,18 @@ def _zero_behind(result: Tensor) -> Tensor:
     return result
 
 
-def _tf32(x: Tensor) -> Tensor:
-    """x with the ten bits of mantissa that TF32 keeps, rounded to nearest."""
-    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
 FAULTS = (
-    Fault(
-        name="indexer scale dropped",
-        imitates="the head sum is not multiplied by scale",
-        parts=_INDEXER,
-        apply=_indexer(lambda x: replace(x, scale=1.0)),
-    ),
-    Fault(
-        name="indexer relu missing",
-        imitates="negative dots count against a key",
-        parts=_INDEXER,
-        apply=_indexer(lambda x: replace(x, relu=False)),
-    ),
-    Fault(
-        name="indexer relu always on",
-        imitates="relu=False ignored",
-        parts=_INDEXER,
-        apply=_indexer(lambda x: replace(x, relu=True)),
-    ),
-    Fault(
-        name="relu gate missing",
-        imitates="the backward of the indexer lets gradients through heads whose dot the relu cut off",
-        parts=SCORES_BACKWARD,
-        apply=_gate_missing,
-    ),
-    Fault(
-        name="indexer heads past a tile skipped",
-        imitates=f"a kernel that is right up to {_INDEX_HEADS} indexer heads and stops there",
-        parts=_INDEXER,
-        apply=_indexer(_first_heads),
-    ),
-    Fault(
-        name="weights rounded to bf16",
-        imitates="fp32 head weights cast to the dtype of index_q",
-        parts=_INDEXER,
-        apply=_indexer(lambda x: replace(x, weights=x.weights.bfloat16().to(x.weights.dtype))),
-        dtype="bf16",
-    ),
-    Fault(
-        name="indexer products in TF32",
-        imitates="torch.backends.cuda.matmul.allow_tf32 = True",
-        parts=_INDEXER,
-        apply=_indexer(lambda x: replace(x, index_q=_tf32(x.index_q), index_k=_tf32(x.index_k))),
-    ),
-    Fault(
-        name="scores rounded to bf16",
-        imitates="scores stored in the inputs' dtype",
-        parts=SCORES,
-        apply=lambda operation: operation().bfloat16().float(),
-        dtype="bf16",
-    ),
-    Fault(
-        name="mask fill 0",
-        imitates="unseen keys score 0 instead of -inf",
-        parts=SCORES,
-        apply=_masked_as_0,
-    ),
     Fault(
         name="softmax_scale dropped",
         imitates="logits are not multiplied by softmax_scale",
-        parts=_ATTENDING,
-        apply=_attention(lambda a: replace(a, softmax_scale=1.0)),
+        parts=_PARTS,
+        apply=changed("a", lambda a: replace(a, softmax_scale=1.0)),
     ),
     Fault(
         name="attention products in TF32",
         imitates="torch.backends.cuda.matmul.allow_tf32 = True",
-        parts=_ATTENDING,
-        apply=_attention(lambda a: replace(a, q=_tf32(a.q), kv=_tf32(a.kv))),
+        parts=_PARTS,
+        apply=changed("a", lambda a: replace(a, q=to_tf32(a.q), kv=to_tf32(a.kv))),
     ),
     Fault(
         name="heads past a tile skipped",
@@ -267,36 +186,6 @@ FAULTS = (
         apply=_empty_rows_nan,
     ),
     Fault(
-        name="one row skipped",
-        imitates="one row of the result is never written",
-        parts=SCORES + SELECTION + ATTENTION + _GRADIENTS,
-        apply=_row_skipped,
-    ),
-    Fault(
-        name="query gradient zero",
-        imitates="the first of the three gradients is never computed",
-        parts=_GRADIENTS,
-        apply=edited(_QUERIES, torch.zeros_like),
-    ),
-    Fault(
-        name="key gradient zero",
-        imitates="the second of the three gradients is never computed",
-        parts=_GRADIENTS,
-        apply=edited(_KEYS, torch.zeros_like),
-    ),
-    Fault(
-        name="weights' or sink's gradient zero",
-        imitates="the third of the three gradients is never computed",
-        parts=_GRADIENTS,
-        apply=edited(_THIRD, torch.zeros_like),
-    ),
-    Fault(
-        name="key gradient of the first batch entry only",
-        imitates="d_index_k or d_kv of all sequences but the first stays zero",
-        parts=_GRADIENTS,
-        apply=_later_batches_zero,
-    ),
-    Fault(
         name="d_sink with the wrong sign",
         imitates="the gradient of the sink raises it where it should fall",
         parts=ATTENTION_BACKWARD,
@@ -323,9 +212,46 @@ FAULTS = (
     Fault(
         name="key gradients summed in bf16",
         imitates="atomic adds into a bf16 buffer",
-        parts=SPARSE_BACKWARD + DENSE_BACKWARD,
+        parts=ATTENTION_BACKWARD,
         apply=_summed_in_low_precision,
         dtype="bf16",
+    ),
+    Fault(
+        name="columns of kv past a tile skipped",
+        imitates=f"logits from the first {_COLUMNS} columns: the position part of a latent row is left out",
+        parts=_PARTS,
+        apply=changed("a", _first_columns),
+    ),
+    Fault(
+        name="values past a tile skipped",
+        imitates=f"a kernel that is right up to {_VALUES} columns of values and stops there",
+        parts=ATTENTION,
+        apply=edited(0, lambda out: torch.cat([out[..., :_VALUES], torch.zeros_like(out[..., _VALUES:])], -1)),
+    ),
+    Fault(
+        name="softmax without its maximum",
+        imitates="exp of the logits themselves, which overflows or leaves a sum of 0",
+        parts=ATTENTION,
+        apply=_without_maximum,
+    ),
+    Fault(
+        name="sink times softmax_scale",
+        imitates="the sink put among the dots before they are scaled",
+        parts=ATTENTION,
+        apply=changed("a", _scaled_sink),
+    ),
+    Fault(
+        name="lse rounded to bf16",
+        imitates="the log-sum-exp stored in the inputs' dtype",
+        parts=ATTENTION,
+        apply=edited(1, lambda lse: lse.bfloat16().to(lse.dtype)),
+        dtype="bf16",
+    ),
+    Fault(
+        name="key gradients of rows overwritten",
+        imitates="a store where an atomic add is needed: of the rows that share a key the later ones stay",
+        parts=ATTENTION_BACKWARD,
+        apply=_overwritten,
     ),
 )
 """The faults of this module."""
