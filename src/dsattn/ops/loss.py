@@ -22,6 +22,9 @@ from dsattn.ops.numerics import exact_products, unscaled_gradient_dtype
 from dsattn.ops.softmax import masked_softmax
 from dsattn.ops.support import Support, accumulate
 
+# What a rank's share of the heads is taken for when blocks are planned.
+_PARALLEL_HEADS = 128
+
 LossGradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -64,7 +67,8 @@ def indexer_kl(
         d_index_q[rows], d_keys, d_weights[rows] = block_scores_backward(x, block, keys, d_scores, seen)
         support.add(block, totals[0], d_keys)
 
-    heads = a.q.shape[1] + x.weights.shape[1]
+    # Ranks may hold different numbers of heads, but have to cut their rows alike.
+    heads = x.weights.shape[1] + (a.q.shape[1] if tp_group is None else _PARALLEL_HEADS)
     widths = a.kv.shape[1] + x.index_k.shape[1]
     with exact_products(device):
         blocks = support.blocks(heads * x.dtype.itemsize, widths * x.dtype.itemsize)
