@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from problems import Tensors, random_tensors
+from torch import Tensor
 
 import dsattn
 from dsattn import (
@@ -174,9 +175,11 @@ def test_micro_batches_with_num_rows_add_up_to_one_batch() -> None:
         torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_no_contributing_row_gives_loss_zero_and_zero_gradients() -> None:
+@pytest.mark.parametrize("num_rows", [None, torch.tensor(0), torch.tensor(0.0)])
+def test_no_contributing_row_gives_loss_zero_and_zero_gradients(num_rows: Tensor | None) -> None:
     x = random_tensors(LAYOUT).requires_grad_()
-    loss = indexer_loss(*x.all(), LAYOUT, softmax_scale=0.2, row_mask=torch.zeros(24, dtype=torch.bool))
+    mask = torch.zeros(24, dtype=torch.bool)
+    loss = indexer_loss(*x.all(), LAYOUT, softmax_scale=0.2, row_mask=mask, num_rows=num_rows)
     assert loss.item() == 0
     assert not any(bool(g.any()) for g in torch.autograd.grad(loss, x.index()))
 

@@ -68,10 +68,10 @@ def attend_backward(
         queries, d_block = x.q[rows].to(x.dtype), d_out[rows].to(x.dtype)
         seen, keys = support.seen(block), support.keys(block, x.kv, x.dtype)
         weights, lse = attention_probabilities(x, queries, keys, seen)
-        if x.sink is not None:
-            weights *= _kept_by_sink(lse, x.sink)[:, :, None]
         unseen = ~seen[:, None, :]
         # 0 * NaN and 0 * inf are NaN: what a row does not see is set to 0, never multiplied to 0.
+        if x.sink is not None:
+            weights.mul_(_kept_by_sink(lse, x.sink)[:, :, None]).masked_fill_(unseen, 0)
         d_weights = head_dots(d_block, keys[..., : x.value_dim]).masked_fill_(unseen, 0)
         delta = (weights * d_weights).sum(-1)
         if d_row_sink is not None and x.sink is not None:

@@ -90,7 +90,9 @@ def _row_weights(support: Support, options: LossOptions, dtype: torch.dtype) -> 
         rows = options.num_rows
     elif options.reduction == "mean":
         rows = counted.sum().clamp(min=1)
-    return counted.to(dtype) * options.coeff / rows
+    weight = torch.as_tensor(options.coeff / rows, dtype=dtype, device=counted.device)
+    # Chosen, not multiplied: a given count of 0 is right where no row takes part.
+    return torch.where(counted, weight, 0)
 
 
 def _gradient_buffer(x: Tensor) -> Tensor:
