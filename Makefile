@@ -9,6 +9,7 @@ PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 PACKAGE := $(VENV)/.package-installed
 DEV     := $(VENV)/.dev-installed
+DOCS    := $(VENV)/.docs-installed
 
 # One-liners for a Python that may be anything: torch compares its own version, so nothing is parsed by hand.
 PYTHON_WILL_DO := import sys; sys.exit(sys.version_info < (3, 11))
@@ -17,13 +18,14 @@ PACKAGES_SEEN  := import sys; [print(f"import site; site.addsitedir({p!r})") for
 SITE_PACKAGES  := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .NOTPARALLEL:
-.PHONY: help verify test lint self-test unit format clean
+.PHONY: help verify test lint self-test unit format docs clean
 
 help:
 	@echo "make verify   compare every operator with the float64 oracle; report in build/verify.html and build/verify.json"
 	@echo "make test     linters, the self-test of verify, the tests"
 	@echo "make lint     the linters alone        make self-test   the mutants alone"
 	@echo "make unit     the tests alone          make format      let ruff rewrite the sources"
+	@echo "make docs     the documentation, built strictly into build/docs"
 	@echo "make clean    remove build/ and $(VENV)"
 	@echo "Both of the first set up $(VENV) by themselves. PYTHON=python3.12 chooses the interpreter."
 
@@ -52,8 +54,14 @@ format: $(DEV)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
+# Warnings are errors, dead links among them. What the builder does not look at, the second line does: nothing that a page
+# loads may come from another host, and images and files must be there. Neither needs a network.
+docs: $(DOCS)
+	$(PY) -m zensical build --strict --clean
+	$(PY) tests/built_docs.py build/docs
+
 clean:
-	rm -rf build $(VENV)
+	rm -rf build .cache $(VENV)
 
 # A torch of the calling interpreter (a GPU image, an active environment) is used where it is, never fetched again: the
 # new environment sees the packages that the caller sees. --system-site-packages would miss those of an active one.
@@ -75,4 +83,9 @@ $(PACKAGE): pyproject.toml | $(PY)
 $(DEV): $(PACKAGE)
 	@echo "== linters and test tools"
 	@$(PIP) --editable '.[dev,plot]'
+	@touch $@
+
+$(DOCS): $(PACKAGE)
+	@echo "== documentation tools"
+	@$(PIP) --editable '.[docs]'
 	@touch $@

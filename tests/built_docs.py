@@ -32,7 +32,9 @@ class Addresses(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         for name, value in attrs:
             if value is not None and name in LOADING:
-                addresses = [part.split()[0] for part in value.split(",") if part.split()] if name == "srcset" else [value]
+                addresses = (
+                    [part.split()[0] for part in value.split(",") if part.split()] if name == "srcset" else [value]
+                )
                 (self.linked if tag in CLICKED else self.loaded).extend(addresses)
             elif value is not None and name == "style":
                 self.loaded += style_addresses(value)

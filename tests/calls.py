@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from jaxtyping import config as jaxtyping_config
 from problems import Tensors
 from strategies import Problem
 from torch import Tensor
 
 import dsattn
-from dsattn import CausalLayout, TopK
+from dsattn import BadInput, CausalLayout, TopK
 from dsattn.spec import metrics, oracle
 
 SCALES: dict[str, Any] = {"scale": 0.5, "softmax_scale": 0.4}
@@ -67,15 +69,32 @@ class Arguments:
         return Arguments(x, self.d_scores, self.d_out.unflatten(0, (batch, -1)), self.sink, mask)
 
 
+@contextmanager
+def without_shape_checks() -> Generator[None]:
+    """The test of the oracle checks shapes on the same layouts; here they would take most of the time."""
+    before = jaxtyping_config.jaxtyping_disable
+    jaxtyping_config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping_config.update("jaxtyping_disable", before)
+
+
+@without_shape_checks()
 def selection(
     problem: Problem, a: Arguments, layout: CausalLayout, *, ops: Operators = dsattn, batch: int | None = None
 ) -> TopK:
     """The selection of a call, packed."""
     x = a.shaped(batch).x
     topk = ops.indexer_topk(*x.index(), layout, top_k=problem.top_k, scale=SCALES["scale"], relu=problem.relu)
-    return TopK(topk.indices.reshape(-1, problem.top_k), topk.lengths.flatten(), num_q=topk.num_q, num_k=topk.num_k)
+    indices, lengths = topk.indices.reshape(-1, problem.top_k), topk.lengths.flatten()
+    try:
+        return TopK(indices, lengths, num_q=topk.num_q, num_k=topk.num_k)
+    except BadInput as error:
+        raise AssertionError(f"the selection breaks a rule: {error}") from error
 
 
+@without_shape_checks()
 def results(
     problem: Problem,
     a: Arguments,
@@ -97,10 +116,10 @@ def results(
     scoring = {"scale": SCALES["scale"], "relu": problem.relu}
     found: dict[str, Tensor] = {}
 
-    def add(name: str, result: Tensor, d_result: Tensor, sources: dict[str, Tensor | None]) -> None:
-        sources = {key: x for key, x in sources.items() if x is not None}
-        gradients = torch.autograd.grad(result, list(sources.values()), d_result)
-        found.update({f"{name} {key}": _packed(x, key, batch) for key, x in zip(sources, gradients, strict=True)})
+    def add(name: str, result: Tensor, d_result: Tensor, sources: Mapping[str, Tensor | None]) -> None:
+        there = {key: x for key, x in sources.items() if x is not None}
+        gradients = torch.autograd.grad(result, list(there.values()), d_result)
+        found.update({f"{name} {key}": _packed(x, key, batch) for key, x in zip(there, gradients, strict=True)})
 
     index = dict(zip(("d_index_q", "d_index_k", "d_weights"), leaves.index(), strict=True))
     found["scores"] = ops.indexer_scores(*leaves.index(), layout, **scoring)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from random import Random
@@ -25,7 +25,7 @@ from calls import (
     wrong,
 )
 from hypothesis import given
-from strategies import ALL_LAYOUTS, FEW, Drawn, Problem, made, placed, random_problem, strategy, two_sequences
+from strategies import ALL_LAYOUTS, FEW, Drawn, Problem, made, placed, random_problem, strategy, together, two_sequences
 from torch import Tensor
 
 import dsattn
@@ -58,7 +58,7 @@ def rectangle(rng: Random) -> Drawn:
     offset = ratio * k_len - 1 + rng.choice([0, 0, 3])
     layout, text = made("batched", b, q_len, k_len, q_offset=offset, ratio=ratio)
     places = placed([q_len] * b, [i * k_len for i in range(b)], [k_len] * b, [offset] * b)
-    return Drawn(made_by=text, layout=layout, places=(*sum(places, []),), num_k=b * k_len, ratio=ratio, batch=b)
+    return Drawn(made_by=text, layout=layout, places=together(places), num_k=b * k_len, ratio=ratio, batch=b)
 
 
 def random_permuted(rng: Random) -> Permuted:
@@ -137,23 +137,16 @@ def check_full_is_dense(problem: Problem, ops: Operators = dsattn) -> None:
         assert_close(got, {key: found[key] for key in got})
 
 
-def with_layout_of(change: Any) -> Any:
-    """A fault of the layout alone: a selection that leaves one out stays as it is."""
-    return lambda x: x if isinstance(x, TopK) else change(x)
-
-
 @FEW
 @given(strategy(random_full))
 def test_a_selection_of_all_visible_keys_is_dense(example: Problem) -> None:
     check_full_is_dense(example)
 
 
-@pytest.mark.parametrize("operator", [*FAULTS, "dsa_attention"])
+@pytest.mark.parametrize("operator", [*(name for name in FAULTS if name != "indexer_scores"), "dsa_attention"])
 def test_dense_or_sparse_with_another_window_is_found(operator: str) -> None:
     problem = Problem(drawn=two_sequences(), top_k=4)
     check_full_is_dense(problem)
-    if operator == "indexer_scores":
-        pytest.skip("takes no part in this property")
     with pytest.raises(AssertionError):
         check_full_is_dense(problem, wrong(operator, FAULTS.get(operator, key_dropped)))
 
@@ -173,7 +166,7 @@ def random_chunked(rng: Random) -> Chunked:
 
 
 @contextmanager
-def budgets(limit: int, lanes: int = 8) -> Iterator[None]:
+def budgets(limit: int, lanes: int = 8) -> Generator[None]:
     """Blocks and tiles of about `limit` bytes."""
     changes = [
         (blocks, "_CPU_BYTES", limit),
@@ -267,7 +260,8 @@ def test_the_same_call_twice_gives_the_same_bits(example: Repeated) -> None:
 def test_another_last_bit_is_found(operator: str) -> None:
     example = Repeated(Problem(drawn=two_sequences()), torch.float32)
     check_repeated(example)
-    calls = []
+    calls: list[str] = []
+    first = 2 if operator in ("indexer_topk", "indexer_loss") else 1
 
     def nudged(x: Tensor) -> Tensor:
         return torch.nextafter(x, torch.full_like(x, 9)) if x.is_floating_point() else x
@@ -275,7 +269,7 @@ def test_another_last_bit_is_found(operator: str) -> None:
     def flaky(*arguments: Any, **options: Any) -> Any:
         result = getattr(dsattn, operator)(*arguments, **options)
         calls.append(operator)
-        if len(calls) % 2:
+        if len(calls) <= first:
             return result
         if isinstance(result, TopK):
             return key_dropped(result)

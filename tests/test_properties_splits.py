@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -176,7 +177,7 @@ def micro_batches(problem: Problem, cuts: list[int]) -> Split:
     edges = sorted({0, *cuts, layout.num_q})
     parts = [
         Part(layout.slice_queries(begin, end), torch.arange(begin, end), torch.arange(layout.num_k))
-        for begin, end in zip(edges, edges[1:], strict=False)
+        for begin, end in pairwise(edges)
     ]
     counts = torch.tensor([len(keys) > 0 for keys in problem.drawn.visible], dtype=torch.bool)
     counted = counts if problem.row_mask is None else counts & problem.row_mask

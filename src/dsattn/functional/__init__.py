@@ -6,6 +6,7 @@ layout of the right row counts; results have the form of the inputs. Ids are alw
 
 from dsattn.functional.attach import attach_loss
 from dsattn.functional.attention import dense_attention, sparse_attention
+from dsattn.functional.capture import capture
 from dsattn.functional.dsa import DSAOutput, dsa_attention
 from dsattn.functional.explain import explain
 from dsattn.functional.indexer import indexer_scores, indexer_topk
@@ -14,6 +15,7 @@ from dsattn.functional.loss import indexer_loss
 __all__ = [
     "DSAOutput",
     "attach_loss",
+    "capture",
     "dense_attention",
     "dsa_attention",
     "explain",

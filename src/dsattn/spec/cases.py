@@ -5,103 +5,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from dsattn.layouts import CausalLayout, Segment
+from dsattn.spec.case import ALL, ATTENTION, INDEXER, LOSS, SELECTION, Case, Sink
+from dsattn.spec.cases_edges import edge_cases
 
-CaseOperator = Literal[
-    "indexer_scores", "indexer_topk", "sparse_attention", "dense_attention", "indexer_loss", "dsa_attention"
-]
-Reduction = Literal["mean", "sum"]
-Sink = Literal["normal", "zero", "large", "-inf"]
-
-ALL: tuple[CaseOperator, ...] = (
-    "indexer_scores",
-    "indexer_topk",
-    "sparse_attention",
-    "dense_attention",
-    "indexer_loss",
-    "dsa_attention",
-)
-INDEXER: tuple[CaseOperator, ...] = ("indexer_scores", "indexer_topk", "indexer_loss", "dsa_attention")
-SELECTION: tuple[CaseOperator, ...] = ("indexer_scores", "indexer_topk", "dsa_attention")
-ATTENTION: tuple[CaseOperator, ...] = ("sparse_attention", "dense_attention", "dsa_attention")
-LOSS: tuple[CaseOperator, ...] = ("indexer_loss", "dsa_attention")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One problem by name: layout, sizes and options.
-
-    Attributes:
-        name: what `--case` takes.
-        shows: which fault the case would show, in one line.
-        layout: builds the layout.
-        batch: b where the tensors are BSHD; None for packed ones.
-        index_heads: h_i.
-        index_width: d_i.
-        heads: h.
-        key_width: d_qk.
-        value_width: d_v.
-        top_k: k.
-        index_scale: `scale` of the call; None: (h_i * d_i) ** -0.5, or the power of two below it on the grid.
-        relu: `relu` of the call.
-        weights: values of the head weights.
-        weights_fp32: whether the head weights stay fp32 when the other inputs are of lower precision.
-        scores: "spread": every key differs; "equal": all keys are one row; "plateau": about one key in seven has a
-            dot above zero, all others give exactly 0; "repeated": eight different keys in turn.
-        sink: values of the sink; None for a call without one.
-        row_mask: "some" rows count in the loss, "none" do, or None for a call without a mask.
-        reduction: of the loss.
-        num_rows: of the loss, instead of a reduction.
-        coeff: of the loss.
-        grid: index_q, index_k and weights are multiples of 1/8 in [-1, 1], so every score is exact in fp32 and ids must
-            match exactly.
-        operators: what the case is run through.
-        seed: added to the seed that the name gives.
-        tags: words to group cases by.
-    """
-
-    name: str
-    shows: str
-    layout: Callable[[], CausalLayout]
-    batch: int | None = None
-    index_heads: int = 4
-    index_width: int = 32
-    heads: int = 4
-    key_width: int = 40
-    value_width: int = 24
-    top_k: int = 8
-    index_scale: float | None = None
-    relu: bool = True
-    weights: Literal["normal", "negative"] = "normal"
-    weights_fp32: bool = True
-    scores: Literal["spread", "equal", "plateau", "repeated"] = "spread"
-    sink: Sink | None = None
-    row_mask: Literal["some", "none"] | None = None
-    reduction: Reduction = "mean"
-    num_rows: int | None = None
-    coeff: float = 1.0
-    grid: bool = False
-    operators: tuple[CaseOperator, ...] = ALL
-    seed: int = 0
-    tags: tuple[str, ...] = ()
-
-    @property
-    def softmax_scale(self) -> float:
-        """`softmax_scale` of the call: d_qk ** -0.5."""
-        return self.key_width**-0.5
-
-    @property
-    def scale(self) -> float:
-        """`scale` of the call; on the grid a power of two, which keeps scores exact."""
-        if self.index_scale is not None:
-            return self.index_scale
-        size = self.index_heads * self.index_width
-        return 2.0 ** -math.ceil(math.log2(size) / 2) if self.grid else size**-0.5
+__all__ = ["ALL", "ATTENTION", "CASES", "INDEXER", "LOSS", "SELECTION", "Case"]
 
 
 def _batched() -> list[Case]:
@@ -236,12 +148,12 @@ def _heads() -> list[Case]:
         *(
             case(f"index-heads-{h_i}", f"{h_i} indexer heads of real width", index_heads=h_i, index_width=128, heads=2,
                  top_k=6, operators=INDEXER)
-            for h_i in (1, 8, 32, 64)
+            for h_i in (1, 8, 24, 32, 64)
         ),
         *(
             case(f"heads-{h}", f"{h} attention heads", heads=h, key_width=56, value_width=48, top_k=6, index_heads=2,
                  operators=(*ATTENTION, "indexer_loss"))
-            for h in (1, 8, 64, 128)
+            for h in (1, 8, 24, 64, 128)
         ),
         case("widths-deepseek", "DeepSeek-V3.2's heads and widths", index_heads=64, index_width=128, heads=128,
              key_width=576, value_width=512, sink="normal"),
@@ -254,6 +166,9 @@ def _heads() -> list[Case]:
 def _options() -> list[Case]:
     def layout() -> CausalLayout:
         return CausalLayout.packed([0, 17, 17, 64], num_q=66)
+
+    def crowded() -> CausalLayout:
+        return CausalLayout.packed([0, 40], [0, 24], q_offset=23)
 
     sinks: list[tuple[Sink, str]] = [
         ("-inf", "a sink of -inf changes nothing"),
@@ -285,9 +200,16 @@ def _options() -> list[Case]:
     base = replace(cases[-1], num_rows=None, row_mask=None)
     return [
         *cases,
+        # Every key has many rows and every row many keys: no budget hangs on the rounding of one exp.
+        Case(name="far-logits", shows="logits so far from 0 that exp leaves fp32, upwards and downwards",
+             layout=crowded, logits="far", sink="normal", top_k=20, tags=("softmax",)),
+        Case(name="far-scores", shows="scores so far from 0 that exp leaves fp32",
+             layout=crowded, index_scale=8.0, top_k=20, operators=INDEXER, tags=("softmax",)),
+        Case(name="strided", shows="views of larger buffers: rows that do not follow each other in memory",
+             layout=layout, strided=True, sink="normal", row_mask="some", tags=("strides",)),
         replace(base, name="loss-all-masked", shows="no row counts: loss 0, zero gradients", row_mask="none"),
         replace(base, name="loss-coeff-0", shows="coefficient 0: loss exactly 0, exact zero gradients", coeff=0.0),
-    ]
+    ]  # fmt: skip
 
 
 CASES: tuple[Case, ...] = (
@@ -297,4 +219,5 @@ CASES: tuple[Case, ...] = (
     *_selection(),
     *_heads(),
     *_options(),
+    *edge_cases(),
 )

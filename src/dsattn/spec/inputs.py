@@ -9,7 +9,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dsattn.spec.cases import Case
+from dsattn.spec import inputs_edges
+from dsattn.spec.case import Case
+
+# Its square times the scale of a small case is above 89, whose exp is beyond fp32.
+_FAR = 28.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,11 @@ class Inputs:
         rows = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("sink", "d_loss")}
         return replace(self, **{name: x.unflatten(0, (batch, -1)) for name, x in rows.items() if x is not None})
 
+    def as_views(self) -> Inputs:
+        """The same numbers as views of larger buffers, whose other numbers are NaN."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: _view(x) for name, x in tensors.items() if isinstance(x, Tensor)})
+
 
 def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -> Inputs:
     """Seeded packed tensors of a case, drawn on the CPU in float64, then rounded to `dtype`, then moved.
@@ -67,21 +76,38 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -
     index_q = draw.values(t, case.index_heads, case.index_width, grid=case.grid)
     index_k = draw.values(s, case.index_width, grid=case.grid)
     weights = draw.values(t, case.index_heads, grid=case.grid)
-    index_q, index_k = _shape_scores(case, index_q, index_k)
+    index_q, index_k, weights = _shape_scores(case, index_q, index_k, weights)
     if case.weights == "negative":
         # On the grid a weight may be 0; -1/8 keeps all of them negative.
         weights = -weights.abs().clamp(min=0.125)
+    q, kv = draw.values(t, case.heads, case.key_width), draw.values(s, case.key_width)
+    if case.logits == "far":
+        _move_logits(q, kv)
+    elif case.logits == "wide":
+        q, kv = inputs_edges.wide_logits(q, kv, case.softmax_scale)
     tensors = Inputs(
         index_q=index_q.to(dtype),
         index_k=index_k.to(dtype),
         weights=weights.to(wide if case.weights_fp32 else dtype),
-        q=draw.values(t, case.heads, case.key_width).to(dtype),
-        kv=draw.values(s, case.key_width).to(dtype),
+        q=q.to(dtype),
+        kv=kv.to(dtype),
         d_out=draw.values(t, case.heads, case.value_width).to(dtype),
         sink=_sink(case, draw, wide),
         row_mask=_row_mask(case, draw, t),
     )
+    if case.bad is not None:
+        inputs_edges.spoil(case.bad, getattr(tensors, case.bad.name))
     return tensors.to(device)
+
+
+def _view(x: Tensor) -> Tensor:
+    """x as a view: the first n columns of n + 1, and rows and heads in the other order in memory."""
+    other = torch.nan if x.is_floating_point() else 0
+    if x.ndim < 2:
+        return torch.stack([x, torch.full_like(x, other)], -1)[..., 0]
+    swapped = x.transpose(-3, -2) if x.ndim > 2 else x
+    wide = torch.nn.functional.pad(swapped, (0, 1), value=other)[..., :-1]
+    return wide.transpose(-3, -2) if x.ndim > 2 else wide
 
 
 @dataclass(frozen=True)
@@ -95,17 +121,29 @@ class _Draw:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64, device="cpu")
 
 
-def _shape_scores(case: Case, index_q: Tensor, index_k: Tensor) -> tuple[Tensor, Tensor]:
+def _shape_scores(case: Case, index_q: Tensor, index_k: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if case.scores == "equal":
-        return index_q, index_k[:1].expand_as(index_k).contiguous()
-    if case.scores == "repeated":
-        return index_q, index_k[torch.arange(len(index_k), device="cpu") % 8]
-    if case.scores == "plateau":
+        index_k = index_k[:1].expand_as(index_k).contiguous()
+    elif case.scores == "repeated":
+        index_k = index_k[torch.arange(len(index_k), device="cpu") % 8]
+    elif case.scores == "plateau":
         # Queries have no positive entry; keys have none that is negative, but for every seventh, which has only those.
         sign = torch.ones(len(index_k), 1, dtype=torch.float64, device="cpu")
         sign[3::7] = -1
-        return -index_q.abs(), index_k.abs() * sign
-    return index_q, index_k
+        index_q, index_k = -index_q.abs(), index_k.abs() * sign
+    elif case.scores == "positive":
+        index_q, index_k = index_q.abs(), index_k.abs()
+    elif case.scores == "near":
+        return inputs_edges.near(index_q, index_k, weights, grid=case.grid)
+    elif case.scores == "wide":
+        return inputs_edges.wide_scores(index_q, index_k, weights)
+    return index_q, index_k, weights
+
+
+def _move_logits(q: Tensor, kv: Tensor) -> None:
+    """Moves all logits of a row and head by the same, in place; those of every other head downwards."""
+    q[..., -1] = kv[..., -1] = _FAR
+    q[:, 1::2, -1] *= -1
 
 
 def _sink(case: Case, draw: _Draw, dtype: torch.dtype) -> Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int64
@@ -43,6 +43,8 @@ class Comparison:
         worst_batch: the batch entry of `relative_error`, or of the fault; None without batches.
         verdict: whether the result is right.
         reason: what is wrong, "" if nothing is.
+        row_shares: float64 [rows], on the CPU: error / budget of every compared row, inf where the fault of `reason`
+            has no size; None where no row could be compared.
     """
 
     relative_error: float
@@ -51,6 +53,7 @@ class Comparison:
     worst_batch: int | None
     verdict: bool
     reason: str
+    row_shares: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -114,18 +117,24 @@ def compare(
     if found.misplaced.any():
         row = _first(found.number, found.misplaced)
         batch = None if batches is None else int(batches[row])
-        return _failed(f"{name}: NaN or infinity in other places than the oracle's, first in row {row}", row, batch)
-    relative, batch, zeroed = _by_batch(found, batches)
+        shares = found.excess.masked_fill(found.misplaced, math.inf)
+        reason = f"{name}: NaN or infinity in other places than the oracle's, first in row {row}"
+        return _failed(reason, row, batch, shares)
+    entry = _entries(found, batches)
+    relative, batch, zeroed = _by_batch(found, entry)
     if zeroed is not None:
         where = name if batches is None else f"{name}: batch {zeroed}"
-        return _failed(f"{where} is all zero and the reference is not", None, None if batches is None else zeroed)
+        shares = found.excess.masked_fill((entry == zeroed) & found.exact_nonzero, math.inf)
+        batch = None if batches is None else zeroed
+        return _failed(f"{where} is all zero and the reference is not", None, batch, shares)
     worst = int(found.excess.argmax())
     excess, row = float(found.excess[worst]), int(found.number[worst])
     reason = ""
     if not excess <= 1.0:
         error, budget = float(found.error[worst]), float(found.budget[worst])
         reason = f"{name}: row {row}: error {error:.3g} is {excess:.3g} times its budget {budget:.3g}"
-    return Comparison(relative, excess, row, None if batches is None else batch, not reason, reason)
+    batch = None if batches is None else batch
+    return Comparison(relative, excess, row, batch, not reason, reason, found.excess)
 
 
 def _measure(got: Tensor, exact: Exact, plain: Tensor, factor: float, rows: Tensor) -> _Rows:
@@ -172,9 +181,13 @@ def _take(x: Tensor, rows: Tensor, device: torch.device) -> Tensor:
     return x.to(device, torch.float64).reshape(rows.numel(), -1)
 
 
-def _by_batch(found: _Rows, batches: Tensor | None) -> tuple[float, int | None, int | None]:
+def _entries(found: _Rows, batches: Tensor | None) -> Tensor:
+    """The batch entry of each row; without batches all are one."""
+    return torch.zeros_like(found.number) if batches is None else batches.to("cpu").long()[found.number]
+
+
+def _by_batch(found: _Rows, entry: Tensor) -> tuple[float, int | None, int | None]:
     """(largest relative error over batch entries, its entry, the first entry that is zero and should not be)."""
-    entry = torch.zeros_like(found.number) if batches is None else batches.to("cpu").long()[found.number]
     relative, worst = 0.0, None
     for batch, rows in _groups(entry):
         if not found.exact_nonzero[rows].any():
@@ -200,5 +213,7 @@ def _first(number: Tensor, faulty: Tensor) -> int:
     return int(number[faulty.nonzero()[0, 0]])
 
 
-def _failed(reason: str, row: int | None = None, batch: int | None = None) -> Comparison:
-    return Comparison(math.inf, math.inf, row, batch, False, reason)
+def _failed(
+    reason: str, row: int | None = None, batch: int | None = None, row_shares: Tensor | None = None
+) -> Comparison:
+    return Comparison(math.inf, math.inf, row, batch, False, reason, row_shares)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Float64, Int
@@ -26,6 +26,9 @@ class TopKComparison:
         worst_row: the row that `reason` names, else the row of `recall_min`; None where there is no row.
         verdict: whether the selection is right.
         reason: what is wrong, "" if nothing is.
+        row_recall: float64 [rows], on the CPU: the recall of every compared row, 1 where it sees nothing; None where
+            no row could be compared.
+        row_faulty: bool [rows], on the CPU: whether anything is wrong in the row; None with `row_recall`.
     """
 
     recall_mean: float
@@ -35,6 +38,8 @@ class TopKComparison:
     worst_row: int | None
     verdict: bool
     reason: str
+    row_recall: Tensor | None = field(default=None, compare=False, repr=False)
+    row_faulty: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 def tau(
@@ -166,6 +171,8 @@ def compare_topk(
         worst_row=None if worst is None else int(numbers[worst]),
         verdict=not reason,
         reason=reason,
+        row_recall=recall.cpu(),
+        row_faulty=torch.stack([faulty for _, faulty in faults]).any(0).cpu(),
     )
 
 

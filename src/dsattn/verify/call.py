@@ -34,6 +34,7 @@ class Call:
         self.case, self.layout = reference.case, reference.layout
         x = reference.inputs.to(device)
         x = x if self.case.batch is None else x.to_bshd(self.case.batch)
+        x = x.as_views() if self.case.strided else x
         leaves = {name: getattr(x, name) for name in _LEAVES if getattr(x, name) is not None}
         self.x: Inputs = replace(x, **{name: leaf.detach().requires_grad_() for name, leaf in leaves.items()})
 

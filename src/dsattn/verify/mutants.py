@@ -40,6 +40,11 @@ LOSS = LOSS_SELECTED + LOSS_VISIBLE
 LOSS_BACKWARD = LOSS_SELECTED_BACKWARD + LOSS_VISIBLE_BACKWARD
 PARTS = SCORES + SCORES_BACKWARD + SELECTION + ATTENTION + ATTENTION_BACKWARD + LOSS + LOSS_BACKWARD
 
+_WHOLE = {
+    "dsa_attention:selected": SELECTION + SPARSE + LOSS_SELECTED,
+    "dsa_attention:visible": DENSE + LOSS_VISIBLE,
+}
+
 
 class Operation:
     """One call of a part, as a fault gets it: called, it gives the right results.
@@ -105,9 +110,11 @@ class Mutant(TorchBackend):
         self._batch: int | None = None
 
     @property
-    def check(self) -> str:
-        """The check that must catch the mutant: that of its own operator."""
-        return self.part.removesuffix(BACKWARD)
+    def checks(self) -> tuple[str, ...]:
+        """The checks that may catch the mutant: that of its own operator, then the one of the whole layer."""
+        own = self.part.removesuffix(BACKWARD)
+        whole = [name for name, operators in _WHOLE.items() if own in operators]
+        return own, *whole
 
     def supports(self, problem: Problem) -> str | None:
         """None; the batch size, which the operators are not told, is kept for the fault."""

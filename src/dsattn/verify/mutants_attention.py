@@ -235,6 +235,18 @@ FAULTS = (
         apply=_without_maximum,
     ),
     Fault(
+        name="NaN swallowed",
+        imitates="a maximum that skips NaN, and a result with 0 where a fault should show",
+        parts=ATTENTION + ATTENTION_BACKWARD,
+        apply=edited(0, lambda result: result.nan_to_num(nan=0.0)),
+    ),
+    Fault(
+        name="NaN of unseen keys spread",
+        imitates="masked keys multiplied by 0, which leaves NaN: all rows have what one key holds",
+        parts=ATTENTION,
+        apply=edited(0, lambda out: torch.full_like(out, torch.nan) if out.isnan().any() else out),
+    ),
+    Fault(
         name="sink times softmax_scale",
         imitates="the sink put among the dots before they are scaled",
         parts=ATTENTION,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import log
 from typing import Any
 
 import torch
@@ -36,12 +37,14 @@ class LossTables:
         scores: indexer scores, -inf at keys that are not visible.
         logits: of the attention, [t, h, s].
         row_weight: what the KL of each row is multiplied by, [t].
+        lse: of the attention [t, h], where it was given.
     """
 
     seen: Tensor
     scores: Tensor
     logits: Tensor
     row_weight: Tensor
+    lse: Tensor | None
 
     @classmethod
     def of(cls, operation: Operation) -> LossTables:
@@ -62,7 +65,7 @@ class LossTables:
         if options.num_rows is None and options.reduction == "mean":
             rows = counted.sum().clamp(min=1)
         row_weight = counted.to(x.dtype) * options.coeff / rows
-        return cls(seen, _TORCH.indexer_scores(x, layout), logits, row_weight)
+        return cls(seen, _TORCH.indexer_scores(x, layout), logits, row_weight, operation.lse)
 
     @property
     def mass(self) -> Tensor:
@@ -72,35 +75,51 @@ class LossTables:
     @property
     def teacher(self) -> Tensor:
         """The mass over its sum."""
-        total = self.mass.sum(1, keepdim=True)
-        return self.mass / total.where(total > 0, 1)
+        return _normalised(self.mass)
 
-    def student(self, seen: Tensor | None = None) -> Tensor:
-        """The softmax of the scores over the support, or over other keys."""
-        return _softmax(self.scores, self.seen if seen is None else seen)
+    def log_student(self, seen: Tensor | None = None) -> Tensor:
+        """The log-softmax of the scores over the support, or over other keys; -inf elsewhere."""
+        seen = self.seen if seen is None else seen
+        return torch.log_softmax(self.scores.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, -torch.inf)
+
+    def d_scores(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """The gradient of the scores."""
+        return ((student - teacher) * self.row_weight[:, None]).masked_fill(~self.seen, 0)
+
+
+def _normalised(mass: Tensor) -> Tensor:
+    total = mass.sum(1, keepdim=True)
+    return mass / total.where(total > 0, 1)
 
 
 def _softmax(x: Tensor, seen: Tensor) -> Tensor:
     return torch.softmax(x.masked_fill(~seen, -torch.inf), -1).masked_fill(~seen, 0)
 
 
-def _loss(tables: LossTables, teacher: Tensor, student: Tensor) -> Tensor:
-    kl = (teacher * (teacher.log() - student.log())).masked_fill((teacher == 0) | ~tables.seen, 0).sum(1)
-    return (kl * tables.row_weight).sum()
+def _loss(tables: LossTables, teacher: Tensor, log_teacher: Tensor, log_student: Tensor) -> Tensor:
+    """The loss of teacher * (log teacher - log student) with 0 log 0 = 0."""
+    terms = (teacher * (log_teacher - log_student)).masked_fill((teacher == 0) | ~tables.seen, 0)
+    return (terms.sum(1) * tables.row_weight).sum()
 
 
 def rewritten(
     teacher_of: Callable[[LossTables], Tensor] = lambda tables: tables.teacher,
-    student_of: Callable[[LossTables], Tensor] = lambda tables: tables.student(),
+    log_student_of: Callable[[LossTables], Tensor] = lambda tables: tables.log_student(),
 ) -> Callable[[Operation], Any]:
-    """A fault's `apply` with another teacher or student; with both as they are it gives right results."""
+    """A fault's `apply` with another teacher or student; with both as they are it gives right results.
+
+    Only finite inputs have the fault: the tables do not keep NaN where it belongs.
+    """
 
     def apply(operation: Operation) -> Any:
+        x, a = operation.x, operation.a
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in (x.index_q, x.index_k, x.weights, a.q, a.kv)):
+            return operation()
         tables = LossTables.of(operation)
-        teacher, student = teacher_of(tables), student_of(tables)
+        teacher, log_student = teacher_of(tables), log_student_of(tables)
         if not operation.part.endswith(BACKWARD):
-            return _loss(tables, teacher, student)
-        d_scores = ((student - teacher) * tables.row_weight[:, None]).masked_fill(~tables.seen, 0)
+            return _loss(tables, teacher, teacher.log(), log_student)
+        d_scores = tables.d_scores(log_student.exp(), teacher)
         return _TORCH.indexer_scores_backward(operation.x, operation.layout, d_scores)
 
     return apply
@@ -108,38 +127,41 @@ def rewritten(
 
 def _reversed_kl(operation: Operation) -> Tensor:
     tables = LossTables.of(operation)
-    return _loss(tables, tables.student(), tables.teacher)
+    return _loss(tables, tables.log_student().exp(), tables.log_student(), tables.teacher.log())
 
 
 def _cross_entropy(operation: Operation) -> Tensor:
     tables = LossTables.of(operation)
-    return _loss(tables, tables.teacher, tables.student()) - _loss(
-        tables, tables.teacher, torch.ones_like(tables.teacher)
-    )
+    return _loss(tables, tables.teacher, torch.zeros_like(tables.teacher), tables.log_student())
+
+
+def _gate_missing(operation: Operation) -> Any:
+    tables, x = LossTables.of(operation), replace(operation.x, relu=False)
+    d_scores = tables.d_scores(tables.log_student().exp(), tables.teacher)
+    d_index_q, d_index_k, _ = _TORCH.indexer_scores_backward(x, operation.layout, d_scores)
+    return d_index_q, d_index_k, operation()[2]
 
 
 def _without_maximum(tables: LossTables) -> Tensor:
     total = tables.scores.masked_fill(~tables.seen, -torch.inf).exp().sum(1, keepdim=True)
-    return tables.student().masked_fill(tables.seen & (total.isinf() | (total == 0)), torch.nan)
-
-
-def _gate_missing(operation: Operation) -> Any:
-    tables = LossTables.of(operation)
-    d_scores = ((tables.student() - tables.teacher) * tables.row_weight[:, None]).masked_fill(~tables.seen, 0)
-    d_index_q, d_index_k, _ = _TORCH.indexer_scores_backward(
-        replace(operation.x, relu=False), operation.layout, d_scores
-    )
-    return d_index_q, d_index_k, operation()[2]
+    return tables.log_student().masked_fill(tables.seen & (total.isinf() | (total == 0)), torch.nan)
 
 
 def _student_over_visible(tables: LossTables) -> Tensor:
-    return tables.student(tables.scores != -torch.inf)
+    return tables.log_student(tables.scores != -torch.inf)
+
+
+def _teacher_of_wrong_lse(tables: LossTables) -> Tensor:
+    if tables.lse is None:
+        return tables.teacher
+    probabilities = torch.exp(tables.logits - tables.lse[..., None] * log(2))
+    return _normalised(probabilities.masked_fill(~tables.seen[:, None], 0).sum(1))
 
 
 def _small_dropped(tables: LossTables) -> Tensor:
     # Where the student is the teacher, no gradient is sent.
-    student = tables.student()
-    return torch.where(student < _SMALL, tables.teacher, student)
+    log_student = tables.log_student()
+    return torch.where(log_student < log(_SMALL), tables.teacher.log(), log_student)
 
 
 def _options(change: Callable[[LossOptions, Operation], LossOptions]) -> Callable[[Operation], Any]:
@@ -184,6 +206,14 @@ FAULTS = (
         apply=_options(lambda options, _: replace(options, num_rows=None)),
     ),
     Fault(
+        name="num_rows as a tensor ignored",
+        imitates="the count is used only where it is an int",
+        parts=_BOTH,
+        apply=_options(
+            lambda options, _: replace(options, num_rows=None) if isinstance(options.num_rows, Tensor) else options
+        ),
+    ),
+    Fault(
         name="sum taken as mean",
         imitates="reduction ignored",
         parts=_BOTH,
@@ -220,10 +250,16 @@ FAULTS = (
         apply=rewritten(teacher_of=lambda tables: _softmax(tables.logits.logsumexp(1), tables.seen)),
     ),
     Fault(
+        name="given lse read in base 2",
+        imitates="the teacher is made with the log-sum-exp of a kernel on exp2",
+        parts=_BOTH,
+        apply=rewritten(teacher_of=_teacher_of_wrong_lse),
+    ),
+    Fault(
         name="student over all visible keys",
         imitates="the loss over selected keys takes the indexer's softmax over all keys",
         parts=LOSS_SELECTED + LOSS_SELECTED_BACKWARD,
-        apply=rewritten(student_of=_student_over_visible),
+        apply=rewritten(log_student_of=_student_over_visible),
     ),
     Fault(
         name="KL the other way round",
@@ -241,13 +277,13 @@ FAULTS = (
         name="student without its maximum",
         imitates="exp of the scores themselves, which overflows",
         parts=_BOTH,
-        apply=rewritten(student_of=_without_maximum),
+        apply=rewritten(log_student_of=_without_maximum),
     ),
     Fault(
         name="epsilon in the logarithm",
         imitates="log(p + 1e-6) in place of a log-softmax",
         parts=LOSS,
-        apply=rewritten(student_of=lambda tables: tables.student() + 1e-6),
+        apply=rewritten(log_student_of=lambda tables: (tables.log_student().exp() + 1e-6).log()),
     ),
     Fault(
         name="gradient negated",
@@ -259,7 +295,7 @@ FAULTS = (
         name="small probabilities send no gradient",
         imitates=f"slots whose student probability is below {_SMALL} are skipped",
         parts=LOSS_BACKWARD,
-        apply=rewritten(student_of=_small_dropped),
+        apply=rewritten(log_student_of=_small_dropped),
     ),
     Fault(
         name="relu gate missing in the loss",

@@ -1,17 +1,20 @@
-"""Faults in what is written, whichever operator writes it: rows and gradients left out."""
+"""Faults in what is read and written, whichever operator does it: strides, rows and gradients left out."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsattn.layouts import TopK
+from dsattn.ops.inputs import AttentionInputs, IndexerInputs
 from dsattn.verify.mutants import (
     ATTENTION,
     ATTENTION_BACKWARD,
     LOSS_BACKWARD,
+    PARTS,
     SCORES,
     SCORES_BACKWARD,
     SELECTION,
@@ -44,7 +47,32 @@ def _unwritten(d_rows: Tensor) -> Tensor:
     return d_rows.masked_fill((d_rows == 0).all(-1, keepdim=True), 1)
 
 
+def _contiguous(x: Tensor) -> Tensor:
+    """What stands where x would be if it were contiguous."""
+    strides = torch.empty(x.shape, device="meta").stride()
+    return x.as_strided(x.shape, strides)
+
+
+def _strides_ignored(operation: Operation) -> Any:
+    changes: dict[str, Any] = {}
+    for name, given in operation.given.items():
+        if isinstance(given, IndexerInputs | AttentionInputs):
+            values: dict[str, Any] = {f.name: getattr(given, f.name) for f in fields(given)}
+            for field, x in values.items():
+                values[field] = _contiguous(x) if isinstance(x, Tensor) else x
+            changes[name] = type(given)(**values)
+        elif name == "d_out":
+            changes[name] = _contiguous(given)
+    return operation(**changes)
+
+
 FAULTS = (
+    Fault(
+        name="strides ignored",
+        imitates="a kernel that takes a pointer and sizes, and a tensor that is a view of a larger one",
+        parts=PARTS,
+        apply=_strides_ignored,
+    ),
     Fault(
         name="one row skipped",
         imitates="one row of the result is never written",

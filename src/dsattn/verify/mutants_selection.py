@@ -100,6 +100,12 @@ def _repeated(topk: TopK, _: Operation) -> TopK:
     return _with(topk, indices)
 
 
+def _unused_scores_0(topk: TopK, _: Operation) -> TopK:
+    if topk.scores is None:
+        return topk
+    return _with(topk, topk.indices, scores=topk.scores.masked_fill(topk.indices < 0, 0))
+
+
 def _by_score(operation: Operation) -> TopK:
     topk = operation(return_scores=True)
     scores, order = topk.scores.sort(dim=1, descending=True, stable=True)
@@ -197,7 +203,7 @@ FAULTS = (
         name="unused scores 0",
         imitates="the scores of unused slots are left as the buffer had them",
         parts=SELECTION,
-        apply=_slots(lambda topk, _: _with(topk, topk.indices, scores=topk.scores.clamp(min=-1e30))),
+        apply=_slots(_unused_scores_0),
     ),
     Fault(
         name="top_k rounded down to even",
@@ -218,6 +224,12 @@ FAULTS = (
         apply=_by_score,
     ),
     Fault(
+        name="ids in order of score without scores",
+        imitates="ids are put in order only where the scores are asked for",
+        parts=SELECTION,
+        apply=lambda operation: operation() if operation.return_scores else _by_score(operation),
+    ),
+    Fault(
         name="tie order reversed",
         imitates="of equal scores the highest key row wins",
         parts=SELECTION,
@@ -228,6 +240,18 @@ FAULTS = (
         imitates="unseen keys score 0 instead of -inf and beat the seen ones that score less",
         parts=SELECTION,
         apply=lambda operation: _select(operation, lambda table: table.masked_fill(table == -torch.inf, 0)),
+    ),
+    Fault(
+        name="mask fill of fp16",
+        imitates="unseen keys score -65504, the least number of fp16, and beat the seen ones that score less",
+        parts=SELECTION,
+        apply=lambda operation: _select(operation, lambda table: table.masked_fill(table == -torch.inf, -65504.0)),
+    ),
+    Fault(
+        name="NaN scores swallowed",
+        imitates="a comparison with NaN is false, so keys with NaN scores are never selected",
+        parts=SELECTION,
+        apply=lambda operation: _select(operation, lambda table: table.nan_to_num(nan=-3e38, posinf=torch.inf)),
     ),
     Fault(
         name="score 0 taken as masked",

@@ -23,6 +23,7 @@ def page(report: Report) -> str:
         tables=summary.tables(report.records),
         every=summary.tables(report.records, every=True),
         texts=summary.texts(report.records),
+        captured=summary.captured(report.records),
         failures=[record for record in report.records if record.verdict == "fail"],
         unsupported=summary.unsupported(report.records),
     )

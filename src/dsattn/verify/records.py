@@ -7,14 +7,17 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from dsattn.errors import BadInput
 from dsattn.spec.metrics import Comparison, TopKComparison
+from dsattn.verify.per_row import Curve
 
 Verdict = Literal["pass", "fail", "unsupported", "not run"]
+
+_NOT_IN_JSON = ("traceback", "curves", "inputs", "dumped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,9 @@ class Record:
         arch: the architecture stood in for, None without a stand-in.
         caller: "dsattn", or "naive" for a call that must go wrong.
         traceback: of an unexpected exception; not part of the JSON.
+        curves: what was found row by row; not part of the JSON.
+        inputs: the file of captured inputs that was checked; not part of the JSON.
+        dumped: the file that the inputs were written to after a failure; not part of the JSON.
     """
 
     suite: str
@@ -52,12 +58,23 @@ class Record:
     arch: str | None = None
     caller: Literal["dsattn", "naive"] = "dsattn"
     traceback: str | None = None
+    curves: tuple[Curve, ...] = field(default=(), repr=False)
+    inputs: str | None = None
+    dumped: str | None = None
 
     def command(self) -> str:
         """The command line that repeats the check."""
+        source = {"suite": self.suite} if self.inputs is None else {"inputs": self.inputs}
+        return self._command(source, self.case)
+
+    def command_for_dump(self) -> str | None:
+        """The command line that runs the operator on the dumped inputs; None where there are none."""
+        return None if self.dumped is None else self._command({"inputs": self.dumped}, f"{Path(self.dumped).stem}[0]")
+
+    def _command(self, source: dict[str, str], case: str) -> str:
         options = {
-            "suite": self.suite,
-            "case": f"{self.case}/{self.operator}",
+            **source,
+            "case": f"{case}/{self.operator}",
             "backend": self.backend,
             "device": self.device,
             "dtype": self.dtype,
@@ -100,8 +117,8 @@ class Report:
 
     def as_json(self) -> str:
         """The report as JSON text."""
-        names = [f.name for f in fields(Record) if f.name != "traceback"]
-        records = [{name: value for name, value in asdict(r).items() if name in names} for r in self.records]
+        names = [f.name for f in fields(Record) if f.name not in _NOT_IN_JSON]
+        records = [{name: getattr(record, name) for name in names} for record in self.records]
         return json.dumps({"environment": self.environment, "records": records}, indent=1, allow_nan=False) + "\n"
 
 

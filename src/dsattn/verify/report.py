@@ -37,6 +37,9 @@ def show(report: Report, out: Console, *, verbose: bool = False) -> None:
     texts = summary.texts(report.records)
     if texts:
         out.print(_texts(texts), "")
+    calls = summary.captured(report.records)
+    if calls:
+        out.print(_captured(calls), "")
     _failures(report, out, verbose=verbose)
     for text, count in summary.unsupported(report.records):
         out.print(Text(f"{text} ({count} checks)" if count > 1 else text, style="yellow"))
@@ -97,6 +100,16 @@ def _texts(texts: list[dict[str, Any]]) -> Table:
     return view
 
 
+def _captured(calls: list[dict[str, Any]]) -> Table:
+    view = _grid("captured inputs")
+    for name in ("case", "file", "t", "s", "k", "rows judged"):
+        text = name in ("case", "file")
+        view.add_column(name, justify="left" if text else "right", overflow="fold" if text else "ellipsis")
+    for facts in calls:
+        view.add_row(*(Text(str(facts[name])) for name in ("case", "file", "t", "s", "top_k", "judged_rows")))
+    return view
+
+
 def _failures(report: Report, out: Console, *, verbose: bool) -> None:
     """What failed: the first check of every operator and dtype, or all of them."""
     if verbose:
@@ -109,6 +122,9 @@ def _failures(report: Report, out: Console, *, verbose: bool) -> None:
         out.print(Text(f"  {record.reason}" + (f"  (and {others} other cases)" if others else "")))
         # Never folded, so that it can be copied.
         out.print(Text(f"  repeat: {record.command()}"), soft_wrap=True)
+        dumped = record.command_for_dump()
+        inputs = "--dump DIR would write them to a file" if dumped is None else dumped
+        out.print(Text(f"  inputs: {inputs}"), soft_wrap=True)
         if verbose and record.traceback:
             out.print(Text(record.traceback, style="dim"))
 

@@ -143,7 +143,7 @@ def self_test(
 ) -> SelfTest:
     """What verify says of wrong backends, and of a right one in the same run.
 
-    Runner, cases and budgets are those of the suite. A mutant is judged by the check of the operator that it gets
+    Runner, cases and budgets are those of the suite. A mutant is judged by the checks of the operator that it gets
     wrong, case after case, until one is not green; the control by all checks. Expected results are shared.
 
     Args:
@@ -156,24 +156,45 @@ def self_test(
     mutants = all_mutants() if mutants is None else mutants
     subjects = parts(SUITE)[0].subjects if subjects is None else subjects
     control = Mutant() if control is None else control
-    references = References(keep=None)
-    todo = tasks(subjects, [control], device, list(dict.fromkeys(mutant.fault.dtype for mutant in mutants)))
-    steps, records, trials = len(todo) + len(mutants), [], []
-    for record in run(todo, references):
-        records.append(record)
-        advance(f"control: {record.case}", len(records), steps)
-    for mutant in mutants:
-        trials.append(hunt(mutant, subjects, device, references))
-        advance(mutant.name, len(records) + len(trials), steps)
+    todo = {dtype: tasks(subjects, [control], device, [dtype]) for dtype in {m.fault.dtype: None for m in mutants}}
+    steps = sum(map(len, todo.values())) + len(mutants)
+    records: list[Record] = []
+    trials: list[Trial] = []
+    caught_by: dict[str, str] = {}
+    for dtype, checks in todo.items():
+        references = References(keep=None)
+        for record in run(checks, references):
+            records.append(record)
+            advance(f"control: {record.case}", len(records) + len(trials), steps)
+        for mutant in (mutant for mutant in mutants if mutant.fault.dtype == dtype):
+            trial = hunt(mutant, subjects, device, references, first=caught_by.get(mutant.fault.name))
+            if trial.record is not None:
+                caught_by[mutant.fault.name] = trial.record.case
+            trials.append(trial)
+            advance(mutant.name, len(records) + len(trials), steps)
     return SelfTest(environment=environment(), control=records, trials=trials)
 
 
-def hunt(mutant: Mutant, subjects: Sequence[Subject], device: torch.device, references: References) -> Trial:
-    """Runs the checks of the operator that a mutant gets wrong until one is not green."""
-    todo = tasks(subjects, [mutant], device, [mutant.fault.dtype])
-    checks = 0
-    for record in run(filter(lambda task: task.operator == mutant.check, todo), references):
-        checks += 1
+def hunt(
+    mutant: Mutant,
+    subjects: Sequence[Subject],
+    device: torch.device,
+    references: References,
+    *,
+    first: str | None = None,
+) -> Trial:
+    """Runs the checks that may catch a mutant until one is not green.
+
+    Args:
+        mutant: the wrong backend.
+        subjects: the cases.
+        device: where the operators run.
+        references: expected results.
+        first: a case to begin with: what caught a fault in one part is likely to catch it in the next.
+    """
+    todo = [t for t in tasks(subjects, [mutant], device, [mutant.fault.dtype]) if t.operator in mutant.checks]
+    todo.sort(key=lambda task: (task.subject.case.name != first, mutant.checks.index(task.operator)))
+    for checks, record in enumerate(run(todo, references), 1):
         if record.verdict != "pass":
             return Trial(mutant=mutant, checks=checks, record=record)
-    return Trial(mutant=mutant, checks=checks, record=None)
+    return Trial(mutant=mutant, checks=len(todo), record=None)

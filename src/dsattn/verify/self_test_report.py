@@ -35,18 +35,26 @@ def show(result: SelfTest, out: Console, *, verbose: bool = False) -> None:
 
 
 def _table(trials: Sequence[Trial], *, every: bool) -> Table:
-    view = Table(title="mutants", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    view.add_column("mutant", overflow="fold", ratio=5)
+    view = Table(
+        title="mutants" if every else "faults, and in how many parts of the operators each was caught",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    view.add_column("mutant" if every else "fault", overflow="fold", ratio=4)
     view.add_column("imitates", overflow="fold", ratio=6)
     if not every:
         view.add_column("caught", justify="right", no_wrap=True)
-    view.add_column("by" if every else "by, the hardest one", overflow="fold", ratio=9)
+    view.add_column("by" if every else "the last one by", overflow="fold", ratio=5)
     view.add_column("checks", justify="right", no_wrap=True)
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.mutant.name if every else trial.mutant.fault.name, []).append(trial)
     for name, group in groups.items():
         caught = sum(trial.outcome == "caught" for trial in group)
+        # The hardest: one that escaped, else the one that took the most checks.
         hardest = max(group, key=lambda trial: (trial.outcome != "caught", trial.checks))
         style = "" if caught == len(group) else "bold red"
         cells = [name, hardest.mutant.fault.imitates]
@@ -57,5 +65,10 @@ def _table(trials: Sequence[Trial], *, every: bool) -> Table:
 
 
 def _by(record: Record) -> str:
-    """Case, check and the first thing that is wrong."""
-    return f"{record.case}, {record.operator}, {record.dtype}: {record.reason.partition('; ')[0]}"
+    """The case, the check and the first result that is wrong, with how wrong it is where that is a number."""
+    what = record.reason.partition("; ")[0].partition(", first in")[0]
+    for name, found in record.metrics.get("results", {}).items():
+        share = found["share_of_budget"]
+        if what.startswith(f"{name}: ") and share is not None:
+            what = f"{name} {share:.1g} times its budget"
+    return f"{record.case}, {record.operator} {record.dtype}: {what}"

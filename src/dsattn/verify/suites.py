@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -16,7 +17,7 @@ from dsattn.backends import ordered
 from dsattn.errors import BadInput
 from dsattn.spec.cases import CASES
 from dsattn.spec.inputs import inputs
-from dsattn.verify import real_text
+from dsattn.verify import captured, real_text
 from dsattn.verify.records import Record
 from dsattn.verify.run import DTYPES, Task, operators_of, tasks
 from dsattn.verify.subject import Subject
@@ -57,6 +58,8 @@ def plan(
     backends: Sequence[str] = (),
     device: torch.device,
     dtype: str | None = None,
+    inputs: Sequence[Path] = (),
+    dump: captured.Dump | None = None,
 ) -> tuple[list[Task], list[Record]]:
     """The checks to run, and a "not run" record for every backend that is absent here and was not named.
 
@@ -66,9 +69,11 @@ def plan(
         backends: names of backends; empty: all that are usable here.
         device: where the checks run.
         dtype: a name of `DTYPES` to run in place of each suite's own.
+        inputs: files of captured inputs, which run as the suite "inputs" in their own dtypes.
+        dump: writes the inputs of failed checks.
 
     Raises:
-        BadInput: a name that nothing has.
+        BadInput: a name that nothing has, or a file that is no good.
     """
     if dtype is not None and dtype not in DTYPES:
         raise BadInput("--dtype", given=repr(dtype), needed=f"one of {', '.join(DTYPES)}")
@@ -77,11 +82,18 @@ def plan(
         if name not in known:
             raise BadInput("--backend", given=repr(name), needed=f"one of {', '.join(known)}")
     found: list[Task] = []
-    for suite in suites:
-        for part in parts(suite):
-            dtypes = part.dtypes if dtype is None else (dtype,)
-            found += tasks(part.subjects, backends or usable(), device, dtypes)
+    chosen = [part for suite in suites for part in parts(suite)]
+    for part in [*chosen, *_captured(inputs, dtype)]:
+        dtypes = part.dtypes if dtype is None else (dtype,)
+        found += tasks(part.subjects, backends or usable(), device, dtypes, dump)
     return _chosen(found, cases), [] if backends else _absent(device)
+
+
+def _captured(files: Sequence[Path], dtype: str | None) -> list[Part]:
+    """One part for every captured call, in its own dtype."""
+    names = {value: name for name, value in DTYPES.items()}
+    found = captured.subjects(files, None if dtype is None else DTYPES[dtype])
+    return [Part([subject], (names[own],)) for subject, own in found]
 
 
 def _chosen(found: list[Task], patterns: Sequence[str]) -> list[Task]:
@@ -94,7 +106,7 @@ def _chosen(found: list[Task], patterns: Sequence[str]) -> list[Task]:
         places = [
             place
             for place, task in enumerate(found)
-            if fnmatchcase(task.subject.case.name, case) and fnmatchcase(task.operator, operator or "*")
+            if _names(case, task.subject.case.name) and fnmatchcase(task.operator, operator or "*")
         ]
         if not places:
             raise _unknown(pattern, found)
@@ -102,9 +114,14 @@ def _chosen(found: list[Task], patterns: Sequence[str]) -> list[Task]:
     return [kept[place] for place in sorted(kept)]
 
 
+def _names(pattern: str, case: str) -> bool:
+    # Names of captured calls have brackets, which mean something else in a pattern.
+    return pattern == case or fnmatchcase(case, pattern)
+
+
 def _unknown(pattern: str, found: list[Task]) -> BadInput:
     case, _, operator = pattern.partition("/")
-    same = next((task.subject for task in found if fnmatchcase(task.subject.case.name, case)), None)
+    same = next((task.subject for task in found if _names(case, task.subject.case.name)), None)
     if same is not None:
         needed = f"one of {', '.join(operators_of(same))}"
         return BadInput("--case", given=f"{pattern!r}, where {operator!r} is no operator of the case", needed=needed)

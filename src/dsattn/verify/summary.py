@@ -87,6 +87,17 @@ def texts(records: Iterable[Record]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def captured(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """What the report says of each captured call that was checked: its file, sizes, and how many rows were judged."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        if record.inputs is not None and record.metrics:
+            names = "t", "s", "top_k", "judged_rows"
+            facts = {name: record.metrics[name] for name in names}
+            found.setdefault(record.case, {"case": record.case, "file": record.inputs, **facts})
+    return list(found.values())
+
+
 def unsupported(records: Iterable[Record]) -> list[tuple[str, int]]:
     """Why checks were refused or not run, each reason with its count."""
     counts: dict[str, int] = {}
