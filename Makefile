@@ -4,6 +4,9 @@ VENV   ?= .venv
 # Installed only where $(PYTHON) has no torch that will do.
 TORCH  ?= torch==2.13.0
 JOBS   ?= auto
+# Of `make fuzz`: how long, and which examples.
+MINUTES ?= 10
+SEED    ?= 0
 
 PY  := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
@@ -18,7 +21,7 @@ PACKAGES_SEEN  := import sys; [print(f"import site; site.addsitedir({p!r})") for
 SITE_PACKAGES  := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .NOTPARALLEL:
-.PHONY: help verify test lint self-test unit format docs clean
+.PHONY: help verify test lint self-test unit fuzz format docs clean
 
 help:
 	@echo "make verify   compare every operator with the float64 oracle; report in build/verify.html and build/verify.json"
@@ -26,6 +29,7 @@ help:
 	@echo "make lint     the linters alone        make self-test   the mutants alone"
 	@echo "make unit     the tests alone          make format      let ruff rewrite the sources"
 	@echo "make docs     the documentation, built strictly into build/docs"
+	@echo "make fuzz     the properties on random examples for MINUTES=10; SEED=1 makes others"
 	@echo "make clean    remove build/ and $(VENV)"
 	@echo "Both of the first set up $(VENV) by themselves. PYTHON=python3.12 chooses the interpreter."
 
@@ -49,6 +53,9 @@ self-test: $(DEV)
 # One thread per process: the workers fill the cores, and OpenMP teams that share a core stall each other.
 unit: $(DEV)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(JOBS) --maxprocesses 8 --dist worksteal
+
+fuzz: $(DEV)
+	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --minutes $(MINUTES) --seed $(SEED)
 
 format: $(DEV)
 	$(PY) -m ruff format .

@@ -1,4 +1,4 @@
-"""A headless Chromium, asked over a pipe: what a page looks like to it, what it complains of, what it asks the net for."""
+"""A headless Chromium, asked over a pipe: how it lays a page out, what it complains of, what it wants to load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ QUIET = (
     "--remote-debugging-pipe",
 )
 # Chromium reads commands from descriptor 3 and answers on 4; those of this process may be taken.
-LAUNCH = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+LAUNCH = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.dup2(int(sys.argv[2]), 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 SECONDS = 60.0
 
 

@@ -234,7 +234,7 @@ def test_near_ties_are_near(name: str, dtype: torch.dtype) -> None:
         x = inputs(case, dtype)
         tau = metrics.tau(x.index_q, x.index_k, x.weights, case.layout(), scale=case.scale)[-1]
         assert ((row - kth).abs() <= tau).sum() > 20, "many may stand in for each other"
-        assert (row > kth + tau).sum() > 100, "but not all"
+        assert (row > kth + tau).sum() > 50, "but not all"
 
 
 @pytest.mark.parametrize("name", ["far-below", "far-below-grid"])
@@ -273,18 +273,18 @@ def test_a_bad_number_stands_alone_where_rows_read_it() -> None:
     assert {name for name, value in names if value == "nan"} == every
     assert {name for name, value in names if value == "inf"} == every - {"sink"}
     for case in bad:
-        visible = oracle.visible_keys(case.layout())
+        assert case.bad is not None
+        name, row = case.bad.name, case.bad.row
         for dtype in DTYPES:
             found = {name: (~x.isfinite()).nonzero().tolist() for name, x in tensors(inputs(case, dtype)).items()}
-            assert case.bad is not None
-            assert {name for name, places in found.items() if places} == {case.bad.name}
-            (place,) = found[case.bad.name]
-            assert place[0] == case.bad.row
-        if case.bad.name in ("index_k", "kv"):
-            readers = sum(case.bad.row in keys.tolist() for keys in visible)
-            assert 0 < readers < 30
-        elif case.bad.name != "sink":
-            assert len(visible[case.bad.row]) > case.top_k
+            assert {name for name, places in found.items() if places} == {name}
+            (place,) = found[name]
+            assert place[0] == row
+        visible = oracle.visible_keys(case.layout())
+        if name in ("index_k", "kv"):
+            assert 0 < sum(row in keys.tolist() for keys in visible) < 30
+        elif name != "sink":
+            assert len(visible[row]) > case.top_k
 
 
 def test_there_may_be_nothing() -> None:

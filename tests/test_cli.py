@@ -129,7 +129,7 @@ def test_list_runs_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "indexer_topk" in line
     assert sum(line.startswith("real-text") for line in lines) == 2
     _, out, _ = said(capsys, "verify", "--list", "--case", "k-*")
-    assert [line.split()[1] for line in out.splitlines()] == ["k-1", "k-odd", "k-all", "k-more"]
+    assert [line.split()[1] for line in out.splitlines()] == ["k-1", "k-odd", "k-all", "k-more", "k-2048"]
 
 
 def test_verbose_shows_every_check(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,18 @@ def files(*patterns: str) -> list[tuple[str, str]]:
 
 
 SOURCES = ("src/**/*.py", "src/**/*.c")
-TEXTS = (*SOURCES, "src/**/*.j2", "tests/**/*.py", "*.md", "*.toml", "Makefile", ".ci/run")
+TEXTS = (
+    *SOURCES,
+    "src/**/*.j2",
+    "tests/**/*.py",
+    "docs/**/*.md",
+    "benchmarks/**/*.py",
+    "*.md",
+    "*.toml",
+    "*.yml",
+    "Makefile",
+    ".ci/run",
+)
 
 
 def test_nothing_is_too_long() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from dsattn.verify.mutants_loss import rewritten
 from dsattn.verify.mutants_selection import _select
 from dsattn.verify.reference import References
 from dsattn.verify.run import run, tasks
-from dsattn.verify.self_test import FAULTS, SelfTest, Trial, all_mutants, hunt, self_test
+from dsattn.verify.self_test import FAULTS, SelfTest, all_mutants, hunt, self_test
 from dsattn.verify.subject import Subject
 
 CPU = torch.device("cpu")
@@ -62,8 +63,8 @@ def proved(mutants: list[Mutant], *names: str, control: Any = None) -> SelfTest:
     return self_test(device=CPU, mutants=mutants, subjects=subjects_of(*names), control=control)
 
 
-def fault(apply: Callable[[Operation], Any], *parts: str, **options: Any) -> Fault:
-    return Fault(**{"name": "made up", "imitates": "a test", "parts": parts, "apply": apply, **options})
+def fault(apply: Callable[[Operation], Any], *parts: str) -> Fault:
+    return Fault(name="made up", imitates="a test", parts=parts, apply=apply)
 
 
 def right(operation: Operation) -> Any:
@@ -182,7 +183,8 @@ def test_a_mutant_is_wrong_in_its_part_alone(part: str) -> None:
     def spoiled(operation: Operation) -> Any:
         results = operation()
         if isinstance(results, TopK):
-            return TopK._trusted(results.indices - 1, results.lengths, results.scores, results.num_q, results.num_k)
+            results.indices[50, 1] = results.indices[50, 0]
+            return results
         if isinstance(results, Tensor):
             return results + 1
         return tuple(None if x is None else x + 1 for x in results)
@@ -204,21 +206,21 @@ def references() -> References:
     return References(keep=None)
 
 
-@pytest.mark.parametrize("name", ["padded-left", "k-more", "strided", "all-padding", "cp2-zigzag-many-rank1"])
+@pytest.mark.parametrize("name", ["strided", "no-queries", "no-keys"])
 def test_faults_leave_their_arguments_alone_and_raise_nothing(name: str, references: References) -> None:
-    """Also where the fault does not show: what is caught late runs through many cases."""
-    for mutant in all_mutants():
-        guarded = replace(mutant.fault, apply=partial(_unwritten, mutant.fault.apply))
-        trial = hunt(Mutant(guarded, mutant.part), subjects_of(name), CPU, references)
-        assert trial.outcome != "broken", (mutant.name, trial.record and trial.record.traceback)
-
-
-def _unwritten(apply: Callable[[Operation], Any], operation: Operation) -> Any:
-    before = [x.clone() for x in _tensors(operation.given)]
-    results = apply(operation)
-    after = list(_tensors(operation.given))
-    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(before, after, strict=True))
-    return results
+    """Also where a fault does not show: what is caught late has run through many cases."""
+    for part in PARTS:
+        operations: list[Operation] = []
+        keep = Mutant(fault(lambda operation, kept=operations: kept.append(operation) or operation(), part), part)
+        assert hunt(keep, subjects_of(name), CPU, references).outcome == "not caught"
+        assert len(operations) == len(keep.checks)
+        for operation in operations:
+            before = [x.clone() for x in _tensors(operation.given)]
+            for mutant in all_mutants():
+                if mutant.part == part:
+                    mutant.fault.apply(operation)
+                    after = zip(before, _tensors(operation.given), strict=True)
+                    assert all(torch.equal(x, y) for x, y in after), mutant.name
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -231,7 +233,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors({f.name: getattr(value, f.name) for f in fields(value)})
 
 
-@pytest.mark.parametrize("name", ["bshd-b1", "padded-right", "far-scores", "plateau", "grid", "cp4-zigzag-many-rank1"])
+@pytest.mark.parametrize("name", ["padded-right", "far-scores", "plateau"])
 def test_what_faults_are_built_on_is_right(name: str, references: References) -> None:
     """The loss in tables and the selection by a sort: with nothing changed they are green, so the change is caught."""
     mutants = [Mutant(fault(rewritten(), part), part) for part in LOSS + LOSS_BACKWARD]
@@ -275,10 +277,14 @@ def test_the_case_that_caught_a_fault_comes_first_in_its_next_part() -> None:
 
 def test_threads_and_progress() -> None:
     steps: list[tuple[str, int, int]] = []
+
+    def note(what: str, done: int, every: int) -> None:
+        steps.append((what, done, every))
+
     torch.set_num_threads(2)
     try:
         mutants = mutants_of("lse in base 2")
-        self_test(device=CPU, mutants=mutants, subjects=subjects_of("one-row"), advance=lambda *at: steps.append(at))
+        self_test(device=CPU, mutants=mutants, subjects=subjects_of("one-row"), advance=note)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
@@ -289,15 +295,15 @@ def test_threads_and_progress() -> None:
 
 
 def shown(result: SelfTest, **options: Any) -> str:
-    out = Console(width=200, highlight=False, markup=False, record=True, quiet=True)
-    self_test_report.show(result, out, **options)
-    return out.export_text()
+    out = StringIO()
+    self_test_report.show(result, Console(file=out, width=200, highlight=False, markup=False), **options)
+    return out.getvalue()
 
 
 def test_report_names_mutants_and_what_caught_them() -> None:
     result = proved([*mutants_of("lse in base 2"), *all_mutants([fault(right, "dense_attention")])], "packed")
     text = shown(result)
-    line = next(line for line in text.splitlines() if line.startswith("lse in base 2"))
+    line = next(line for line in text.splitlines() if "lse in base 2" in line)
     for words in ("a kernel on exp2", "2 / 2", "packed, sparse_attention fp32: lse", "times its budget"):
         assert words in line
     assert "NOT CAUGHT after 2 checks: made up in dense_attention (a test)" in text
@@ -367,6 +373,26 @@ def test_command_takes_no_other_option(option: list[str], capsys: pytest.Capture
     assert option[0] in capsys.readouterr().err
 
 
-def test_outcome_of_a_trial_follows_its_record() -> None:
-    (mutant,) = all_mutants([fault(right, "dense_attention")])
-    assert Trial(mutant=mutant, checks=3, record=None).outcome == "not caught"
+def test_logits_and_scores_of_the_far_cases_are_beyond_fp32() -> None:
+    case, beyond = NAMED["far-logits"], torch.finfo(torch.float32).max
+    x, visible = inputs(case, torch.float32), oracle.visible_keys(case.layout())
+    options = {"value_dim": case.value_width, "softmax_scale": case.softmax_scale}
+    total = oracle.attention(x.q, x.kv, visible, **options)["lse"].value.exp()
+    assert ((total > beyond) | (total < 1 / beyond)).all()
+    assert (total > beyond).any()
+    assert (total < 1 / beyond).any()
+    case = NAMED["far-scores"]
+    x = inputs(case, torch.float32)
+    scores = oracle.indexer_scores(x.index_q, x.index_k, x.weights, case.layout(), scale=case.scale)
+    assert (scores.value.exp() > beyond).any(-1).sum() > 10
+
+
+def test_views_are_the_same_numbers_elsewhere() -> None:
+    x = inputs(NAMED["strided"], torch.bfloat16)
+    views = x.as_views()
+    for name in ("index_q", "index_k", "weights", "q", "kv", "d_out", "sink", "row_mask"):
+        mine, view = getattr(x, name), getattr(views, name)
+        assert torch.equal(mine, view), name
+        assert mine.is_contiguous(), name
+        assert not view.is_contiguous(), name
+    assert views.kv.as_strided(views.kv.shape, x.kv.stride()).isnan().any()

@@ -29,16 +29,18 @@ def attach_loss(
         A tensor equal to `out`.
 
     Raises:
-        BadInput: `out` or `loss` is no tensor, or `loss` is not a scalar.
+        BadInput: `out` or `loss` is no tensor of floating-point numbers, `loss` is not a scalar, or `scale` no number.
     """
     for name, value in (("out", out), ("loss", loss)):
         if not isinstance(value, Tensor):
             raise BadInput(name, given=type(value).__name__, needed="a torch.Tensor")
+        if not value.is_floating_point():
+            raise BadInput(name, given=value.dtype, needed="a floating-point dtype")
     if loss.ndim:
         raise BadInput("loss", given=f"shape {list(loss.shape)}", needed="a scalar")
     if isinstance(scale, Tensor):
-        if scale.numel() != 1:
-            raise BadInput("scale", given=f"shape {list(scale.shape)}", needed="one number")
+        if scale.numel() != 1 or scale.is_complex():
+            raise BadInput("scale", given=f"{scale.dtype} of shape {list(scale.shape)}", needed="one real number")
     else:
         check_number("scale", scale)
     return _Attach.apply(out, loss, scale)

@@ -15,9 +15,11 @@ from dsattn.functional.validation import (
     Rows,
     check_attention,
     check_choice,
+    check_flag,
     check_indexer,
     check_integer,
     check_loss,
+    check_number,
     check_topk,
     rows_of,
 )
@@ -104,15 +106,19 @@ def dsa_attention(
     selects = "selected" in (attend, loss) and topk is None
     rows = rows_of(layout)
     a = check_attention(rows, q, kv, value_dim, softmax_scale, sink)
+    # What is given is held to the rules even if this call has no use for it.
     x = None
-    if selects or loss != "none":
+    if selects or loss != "none" or any(part is not None for part in (index_q, index_k, weights)):
         x = check_indexer(rows, index_q, index_k, weights, scale, relu)
+    check_number("scale", scale)
+    check_flag("relu", relu)
     options = check_loss(
         rows, coeff=coeff, reduction=reduction, num_rows=num_rows, row_mask=row_mask, tp_group=tp_group
     )
-    selection = None
-    if "selected" in (attend, loss):
-        selection = check_topk(rows, topk) if topk is not None else check_integer("top_k", top_k, 1)
+    if selects or top_k is not None:
+        top_k = check_integer("top_k", top_k, 1)
+    given = None if topk is None else check_topk(rows, topk)
+    selection = (top_k if given is None else given) if "selected" in (attend, loss) else None
     return _run(rows, x, a, layout, selection, attend, loss, options, backend)
 
 

@@ -75,7 +75,7 @@ def explain(operator: str, /, *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         BadInput: an unknown operator, or arguments that the call itself would refuse.
     """
-    if operator not in _OPERATORS:
+    if not isinstance(operator, str) or operator not in _OPERATORS:
         raise BadInput("operator", given=repr(operator), needed=f"one of {', '.join(map(repr, _OPERATORS))}")
     calls: list[Call] = []
     # Fake tensors have shapes and no numbers: the call is validated and every operator is reached, but none runs.

@@ -27,13 +27,13 @@ class Rows:
     def __init__(self, num_q: int, num_k: int, source: str) -> None:
         self.num_q, self.num_k, self.source = num_q, num_k, source
         self.batch: int | None = None
+        self.rows_of_batch = 0
         self.device: torch.device | None = None
         self._form: tuple[str, int | None] | None = None
 
     def check(self, name: str, x: Any, axes: str, *, keys: bool = False) -> None:
         """That `x` is a tensor [rows, *axes] or [b, rows / b, *axes] with this call's rows, batch and device."""
-        if not isinstance(x, Tensor):
-            raise BadInput(name, given=_kind(x), needed="a torch.Tensor")
+        _check_tensor(name, x, "a torch.Tensor")
         trailing = len(axes.split())
         packed = f"[{'s' if keys else 't'}, {', '.join(axes.split())}]" if axes else f"[{'s' if keys else 't'}]"
         bshd = packed.replace("[s", "[b, sk").replace("[t", "[b, sq")
@@ -42,6 +42,7 @@ class Rows:
         batch = None if x.ndim == trailing + 1 else x.shape[0]
         if self._form is None:
             self._form, self.batch = (name, batch), batch
+            self.rows_of_batch = 0 if batch is None else x.shape[1]
         elif batch != self._form[1]:
             first, first_batch = self._form
             form = "packed" if first_batch is None else f"BSHD with b = {first_batch}"
@@ -67,11 +68,11 @@ class Rows:
 
     def unpack(self, x: Tensor) -> Tensor:
         """The inverse of `pack` for query rows."""
-        return x if self.batch is None else x.unflatten(0, (self.batch, self.num_q // max(1, self.batch)))
+        return x if self.batch is None else x.unflatten(0, (self.batch, self.rows_of_batch))
 
     def unpack_topk(self, topk: TopK) -> TopK:
         """A packed selection in the form of the call."""
-        return topk if self.batch is None else topk._batched(self.batch, self.num_q // max(1, self.batch))
+        return topk if self.batch is None else topk._batched(self.batch, self.rows_of_batch)
 
 
 def rows_of(layout: Any) -> Rows:
@@ -150,8 +151,7 @@ def check_attention(
 
 
 def _check_sink(rows: Rows, sink: Any, heads: int, dtype: torch.dtype) -> None:
-    if not isinstance(sink, Tensor):
-        raise BadInput("sink", given=_kind(sink), needed="a torch.Tensor or None")
+    _check_tensor("sink", sink, "a torch.Tensor or None")
     if tuple(sink.shape) != (heads,):
         raise BadInput("sink", given=f"shape {list(sink.shape)}", needed=f"[h] = [{heads}]")
     needed = torch.float64 if dtype == torch.float64 else torch.float32
@@ -170,7 +170,7 @@ def check_loss(rows: Rows, *, coeff: Any, reduction: Any, num_rows: Any, row_mas
         rows.check_device("num_rows", num_rows)
         num_rows = num_rows.detach().reshape(())
     elif num_rows is not None:
-        num_rows = check_integer("num_rows", num_rows, 1)
+        num_rows = check_integer("num_rows", num_rows, 1, 2**63)
     if num_rows is not None and reduction != "mean":
         raise BadInput("num_rows", given=f"together with reduction={reduction!r}", needed="one of the two")
     if row_mask is not None:
@@ -194,16 +194,19 @@ def check_lse(rows: Rows, lse: Any, a: AttentionInputs) -> Tensor | None:
     return rows.pack(lse.detach())
 
 
-def check_integer(name: str, value: Any, lowest: int) -> int:
-    """`value` as an int that is at least `lowest`; bools and floats are refused."""
+def check_integer(name: str, value: Any, lowest: int, limit: int = 2**31) -> int:
+    """`value` as an int that is at least `lowest` and below `limit`; bools and floats are refused."""
     try:
-        number = operator.index(value)
+        # Not of a tensor: to read its number would wait for its device.
+        number = None if isinstance(value, (bool, Tensor)) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or isinstance(value, (bool, Tensor)):
+    if number is None:
         raise BadInput(name, given=_kind(value), needed=f"an int of at least {lowest}")
     if number < lowest:
         raise BadInput(name, given=number, needed=f"at least {lowest}")
+    if number >= limit:
+        raise BadInput(name, given=number, needed=f"below {limit}")
     return number
 
 
@@ -211,7 +214,12 @@ def check_number(name: str, value: Any) -> None:
     """That `value` is a finite Python number."""
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float)):
         raise BadInput(name, given=_kind(value), needed="a float")
-    if not math.isfinite(value):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:
+        # An int beyond the floats.
+        finite = False
+    if not finite:
         raise BadInput(name, given=value, needed="a finite float")
 
 
@@ -225,6 +233,14 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """That `value` is one of `choices`."""
     if value not in choices:
         raise BadInput(name, given=repr(value), needed=f"one of {', '.join(map(repr, choices))}")
+
+
+def _check_tensor(name: str, x: Any, needed: str) -> None:
+    if not isinstance(x, Tensor):
+        raise BadInput(name, given=_kind(x), needed=needed)
+    if x.layout != torch.strided or x.is_nested:
+        given = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise BadInput(name, given=given, needed="a dense tensor (torch.strided)")
 
 
 def _check_axis(name: str, x: Tensor, size: int, axis: str, source: str) -> None:

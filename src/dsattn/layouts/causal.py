@@ -208,7 +208,10 @@ class CausalLayout:
         Raises:
             BadInput: a segment out of range, or two that share query rows.
         """
-        segments = list(segments)
+        try:
+            segments = list(segments)
+        except TypeError as cause:
+            raise BadInput("segments", given=type(segments).__name__, needed="a sequence of Segment") from cause
         for i, segment in enumerate(segments):
             if not isinstance(segment, Segment):
                 raise BadInput(f"segments[{i}]", given=repr(segment), needed="a Segment")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int32, Shaped
@@ -89,6 +90,7 @@ class TopK:
             BadInput: ids of another form, a duplicate, or a key outside the row's window.
         """
         one_of("space", space, SPACES)
+        _check_layout(layout)
         check_tensor("ids", ids, (torch.int32, torch.int64), ("[t, k]", "[b, sq, k]"))
         if ids.shape[:-1].numel() != layout.num_q:
             needed = f"{layout.num_q} rows, as the layout has"
@@ -116,6 +118,7 @@ class TopK:
             BadInput: a layout of other sizes, or one whose segments do not hold the selected keys.
         """
         one_of("space", space, SPACES)
+        _check_layout(layout)
         if (layout.num_q, layout.num_k) != (self.num_q, self.num_k):
             given = f"num_q {layout.num_q} and num_k {layout.num_k}"
             raise BadInput("layout", given=given, needed=f"num_q {self.num_q} and num_k {self.num_k}, as the TopK has")
@@ -167,6 +170,11 @@ class TopK:
         scores = "no scores" if self.scores is None else f"scores {self.scores.dtype}"
         sizes = f"num_q={self.num_q}, num_k={self.num_k}"
         return f"TopK({list(self.indices.shape)} on {self.indices.device}, {scores}, {sizes})"
+
+
+def _check_layout(layout: Any) -> None:
+    if not isinstance(layout, CausalLayout):
+        raise BadInput("layout", given=type(layout).__name__, needed="a dsattn.CausalLayout")
 
 
 def _check_keys(keys: Tensor, used: Tensor, layout: CausalLayout, space: Space, shape: torch.Size) -> None:

@@ -90,7 +90,8 @@ def _row_weights(support: Support, options: LossOptions, dtype: torch.dtype) -> 
         rows = options.num_rows
     elif options.reduction == "mean":
         rows = counted.sum().clamp(min=1)
-    weight = torch.as_tensor(options.coeff / rows, dtype=dtype, device=counted.device)
+    # Divided in this dtype: a Python float over a tensor of ints would be fp32.
+    weight = (torch.full((), options.coeff, dtype=dtype, device=counted.device) / rows).to(dtype)
     # Chosen, not multiplied: a given count of 0 is right where no row takes part.
     return torch.where(counted, weight, 0)
 

@@ -79,7 +79,8 @@ def _overlapping() -> list[Case]:
 
 def _selection() -> list[Case]:
     def case(name: str, shows: str, **options: Any) -> Case:
-        return Case(name=name, shows=shows, **{"layout": lambda: CausalLayout.packed([0, 17, 80]), **options})
+        options = {"layout": lambda: CausalLayout.packed([0, 17, 80]), **options}
+        return Case(name=name, shows=shows, **options)
 
     near: dict[str, Any] = {"scores": "near", "index_heads": 16, "index_width": 32, "heads": 2, "top_k": 256}
     near["layout"] = lambda: CausalLayout.batched(1, 6, 4096, q_offset=4090)

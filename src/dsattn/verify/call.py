@@ -139,7 +139,7 @@ class Call:
         return compare_topk(
             self.packed(topk.indices),
             self.packed(topk.lengths),
-            reference.scores["scores"].exact,
+            reference.table,
             reference.judged(reference.visible),
             top_k=self.case.top_k,
             tau=reference.tau,

@@ -61,8 +61,8 @@ def subjects(files: Iterable[Path], dtype: torch.dtype | None) -> list[tuple[Sub
                 continue
             raise BadInput("--inputs", given=f"{other} and {file}", needed="file names that differ")
         for number, call in enumerate(read(file)):
-            name = f"{file.stem}[{number}]"
-            result.append((_subject(name, file, call), _own(name, call) if dtype is None else dtype))
+            subject = _subject(file, number, call)
+            result.append((subject, _own(subject.case.name, call) if dtype is None else dtype))
     return result
 
 
@@ -77,13 +77,14 @@ def _mixed(call: CapturedCall) -> bool:
     return (call.index_q.dtype == torch.float64) != (call.kv.dtype == torch.float64)
 
 
-def _subject(name: str, file: Path, call: CapturedCall) -> Subject:
-    t, s = call.layout.num_q, call.layout.num_k
-    rows = None if t <= ALL_ROWS else _sample(call.layout, call.row_mask)
+def _subject(file: Path, number: int, call: CapturedCall) -> Subject:
+    name, layout = f"{file.stem}[{number}]", call.layout
+    t, s = layout.num_q, layout.num_k
+    rows = None if t <= ALL_ROWS else _sample(layout, call.row_mask)
     case = CapturedCase(
         name=name,
-        shows=call.source or "captured inputs",
-        layout=lambda: call.layout,
+        shows=" ".join(call.source.split()) or "captured inputs",
+        layout=lambda: layout,
         index_heads=call.index_q.shape[1],
         index_width=call.index_q.shape[2],
         heads=call.q.shape[1],
@@ -99,7 +100,7 @@ def _subject(name: str, file: Path, call: CapturedCall) -> Subject:
     if t * s > TABLE_ELEMENTS:
         skipped["indexer_scores"] = f"indexer_scores: a table of {t} x {s} scores is not made ({name})"
     facts = {"t": t, "s": s, "top_k": call.top_k, "judged_rows": t if rows is None else len(rows)}
-    make = _Maker(call, rows)
+    make = _Maker(file, number, rows)
     return Subject(suite=SUITE, case=case, make_inputs=make.inputs, rows=rows, facts=facts, file=file, skipped=skipped)
 
 
@@ -122,14 +123,18 @@ def _sample(layout: CausalLayout, row_mask: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes the tensors of a subject of a captured call."""
+    """Makes the tensors of a subject of a captured call.
 
-    call: CapturedCall
+    They are read from the file each time: a wrong kernel may have written to those that were read before.
+    """
+
+    file: Path
+    number: int
     rows: Tensor | None
 
     def inputs(self, dtype: torch.dtype) -> Inputs:
         """The call's own tensors in its own dtype, converted ones in another; with a seeded `d_out`."""
-        call = self.call
+        call = read(self.file)[self.number]
         as_they_are = dtype == call.kv.dtype and not _mixed(call)
         x = call if as_they_are else _converted(call, dtype)
         t, rows, row_mask = call.layout.num_q, self.rows, x.row_mask

@@ -1,7 +1,8 @@
 """Mutants: the torch backend with one fault in one part of one operator. `self_test` shows that verify catches them.
 
 A part is an operator's forward or its backward; the loss has both for either choice of keys. A mutant runs every other
-part as the torch backend does, so what catches it is the check of its own operator.
+part as the torch backend does, so what catches it is the check of its own operator or, where a fault shows in no direct
+call, that of the whole layer.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ FAULTS = (
         name="mean over all rows",
         imitates="the loss divided by the rows of the buffer, padding and masked rows too",
         parts=_BOTH,
-        apply=_mean_over(lambda operation: operation.layout.num_q),
+        apply=_mean_over(lambda operation: max(1, operation.layout.num_q)),
     ),
     Fault(
         name="mean over masked rows too",

@@ -86,6 +86,12 @@ def _cut(lengths_of: Callable[[Tensor], Tensor]) -> Callable[[TopK, Operation], 
     return change
 
 
+def _all_read(topk: TopK, _: Operation) -> TopK:
+    if not topk.num_k:
+        return topk
+    return _with(topk, topk.indices.clamp(min=0), torch.full_like(topk.lengths, topk.indices.shape[1]))
+
+
 def _even(operation: Operation) -> TopK:
     slots = max(1, operation.top_k - operation.top_k % 2)
     topk = operation(top_k=slots)
@@ -183,9 +189,7 @@ FAULTS = (
         name="unused slots read",
         imitates="-1 taken as key row 0, and no mask on the slots behind the row's length",
         parts=_READERS,
-        apply=_slots(
-            lambda topk, _: _with(topk, topk.indices.clamp(min=0), torch.full_like(topk.lengths, topk.indices.shape[1]))
-        ),
+        apply=_slots(_all_read),
     ),
     Fault(
         name="tail slot unwritten",

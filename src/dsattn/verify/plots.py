@@ -1,4 +1,4 @@
-"""Plots of what was found row by row, by matplotlib: one inline SVG per operator, without a colour or font of its own."""
+"""Plots of what was found row by row, by matplotlib: one SVG per operator, in the colours and the font of the page."""
 
 from __future__ import annotations
 
@@ -158,10 +158,7 @@ def _told(record: Record) -> str:
     wrong = [curve.told for curve in record.curves if curve.wrong]
     if wrong:
         return "; ".join(wrong)
-    words = []
-    for curve in record.curves:
-        if curve.measure == "recall":
-            words.append(f"recall {curve.worst:.3g} or more")
+    words = ["no row wrong" for curve in record.curves if curve.measure == "recall"]
     shares = [curve.worst for curve in record.curves if curve.measure == "share"]
     if shares:
         words.append(f"at most {max(shares):.0%} of the budget")
@@ -204,34 +201,29 @@ def _draw_panel(ax: Axes, panel: list[tuple[str, Curve]]) -> None:
     title = "share of the error budget" if shares else "recall"
     ax.set_title(f"{title}, by {first.axis}" if first.axis != "loss" else f"{title}, the loss", pad=6)
     ax.title.set(ha="left", x=0, fontsize=10.5, color=_INK)
-    _look(ax, length)
+    _look(ax, [] if first.axis == "loss" else _ticks(length))
 
 
 def _draw_points(ax: Axes, curve: Curve, mark: _Mark, wrong: bool, top: float) -> None:
     """The rows that are wrong, larger and in one colour, or those that are right."""
-    width, height = (
-        ax.get_xlim()[1] - ax.get_xlim()[0],
-        ax.get_ylim(),
-    )
-    dx = mark.reach[0] / (_WIDTH - _LEFT - _RIGHT) * width
+    (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
+    dx = mark.reach[0] / (_WIDTH - _LEFT - _RIGHT) * (right - left)
     dy = mark.reach[1] / (_PANEL - 14)
+    # Steps up an axis of shares are factors.
+    factor = (high / low) ** dy if curve.measure == "share" else 1.0
+    lift = 0.0 if curve.measure == "share" else dy
     strokes = []
     for row, value, faulty in zip(curve.rows.tolist(), curve.values.tolist(), curve.faulty.tolist(), strict=True):
-        if faulty != wrong:
-            continue
-        value = min(max(value, height[0]), top)
-        if curve.measure == "share":
-            factor = (height[1] / height[0]) ** dy
-            strokes.append((row - dx, value / factor, row + dx, value * factor))
-        else:
-            strokes.append((row - dx, value - dy, row + dx, value + dy))
+        if faulty == wrong:
+            value = min(max(value, low), top)
+            strokes.append((row - dx, value / factor - lift, row + dx, value * factor + lift))
     if strokes:
         colour, size = (_BAD, 4.2) if wrong else (mark.colour, 2.6)
         ax.plot(*_strokes(strokes), color=colour, linewidth=size, solid_capstyle=mark.ends, clip_on=False)
 
 
 def _strokes(ends: Iterable[tuple[float, float, float, float]]) -> tuple[list[float], list[float]]:
-    """Lines from (x, y) to (x, y) as one: what is not a number breaks a line, and one path is smaller than many."""
+    """Lines from (x, y) to (x, y) as one: NaN breaks a line, and one path is smaller than many."""
     xs: list[float] = []
     ys: list[float] = []
     for x0, y0, x1, y1 in ends:
@@ -242,26 +234,26 @@ def _strokes(ends: Iterable[tuple[float, float, float, float]]) -> tuple[list[fl
 
 def _scale_shares(ax: Axes, panel: list[tuple[str, Curve]]) -> float:
     """A logarithmic axis of shares, and where what has no size is drawn."""
-    worst = [curve.worst for _, curve in panel]
-    largest = max([share for share in worst if math.isfinite(share)], default=1.0)
-    decades = max(1, math.ceil(math.log10(max(largest, 1.0))))
-    endless = any(not math.isfinite(share) for share in worst)
+    shares = [share for _, curve in panel for share in curve.values.tolist()]
+    largest = max([1.0, *(share for share in shares if math.isfinite(share))])
+    decades = max(1, math.ceil(math.log10(largest)))
+    endless = not all(map(math.isfinite, shares))
     top = 10.0**decades
     ax.set_yscale("log")
     ax.set_ylim(_SHARE_FLOOR, top * (10.0 ** ((decades + 3) / 8) if endless else 1.0))
     step = -(-(decades + 3) // 5)
     exponents = sorted({*range(0, decades + 1, step), *range(0, -4, -step)})
-    ax.set_yticks([10.0**x for x in exponents], [_share(x) for x in exponents])
+    ticks = {10.0**x: _share(x) for x in exponents}
     if endless:
-        ax.text(1, 1.02, "top: no size (NaN, infinity, all zero)", transform=ax.transAxes, ha="right", fontsize=9)
-        ax.texts[-1].set_color(_INK)
+        ticks[ax.get_ylim()[1]] = "∞"
+    ax.set_yticks(list(ticks), list(ticks.values()))
     return ax.get_ylim()[1]
 
 
 def _share(exponent: int) -> str:
     if exponent > 0:
-        return f"{10**exponent}×" if exponent < 4 else f"1e{exponent}×"
-    return f"{100 * 10.0**exponent:g} %"
+        return f"{10**exponent} x" if exponent < 4 else f"1e{exponent} x"
+    return f"{'≤' if exponent == -3 else ''}{100 * 10.0**exponent:g} %"
 
 
 def _scale_recall(ax: Axes) -> float:
@@ -270,7 +262,7 @@ def _scale_recall(ax: Axes) -> float:
     return 1.0
 
 
-def _look(ax: Axes, length: int) -> None:
+def _look(ax: Axes, ticks: list[int]) -> None:
     """Grid and numbers in the page's colours, and nothing around them."""
     ax.patch.set_visible(False)
     for spine in ax.spines.values():
@@ -279,7 +271,7 @@ def _look(ax: Axes, length: int) -> None:
     ax.minorticks_off()
     ax.grid(axis="y", color=_LINE, linewidth=0.7, clip_on=False)
     ax.set_axisbelow(True)
-    ax.set_xticks(_ticks(length))
+    ax.set_xticks(ticks)
 
 
 def _ticks(length: int) -> list[int]:
@@ -292,11 +284,12 @@ def _ticks(length: int) -> list[int]:
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _NUMBER = re.compile(r"-?\d+\.\d+")
-_POINT = re.compile(r"M (\S+) (\S+) \nL \1 \2 \n")
+_POINT = re.compile(r"M (\S+) (\S+) L \1 \2(?!\S)")
+_AROUND = re.compile(r" ?([MLhz]) ?")
 
 
 def _slim(source: str, height: int, label: str) -> str:
-    """The paths and texts of matplotlib's SVG as a part of a page: no ids, fonts, names of namespaces or digits to spare."""
+    """The paths and texts of matplotlib's SVG as a part of a page: no ids, no fonts, no namespaces, few digits."""
     slim = ElementTree.Element("svg", {"viewBox": f"0 0 {_WIDTH} {height}", "role": "img", "aria-label": label})
     for element in ElementTree.fromstring(source).iter():
         style = dict(part.split(": ", 1) for part in element.get("style", "").split("; ") if part)
@@ -315,6 +308,6 @@ def _slim(source: str, height: int, label: str) -> str:
 
 
 def _rounded(numbers: str) -> str:
-    """Numbers with one digit after the point, and points written shortly."""
-    short = _NUMBER.sub(lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), numbers)
-    return _POINT.sub(r"M\1 \2h0", short.replace("\nz", "z")).replace(" \n", "").strip()
+    """Numbers with one digit after the point, and lines of no length written shortly."""
+    short = _NUMBER.sub(lambda found: f"{float(found[0]):.1f}".removesuffix(".0"), " ".join(numbers.split()))
+    return _AROUND.sub(r"\1", _POINT.sub(r"M\1 \2h0", short))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.layouts import TopK
+from dsattn.layouts import CausalLayout, TopK
 from dsattn.spec import oracle, plain
 from dsattn.spec.metrics import tau
 from dsattn.spec.oracle import Exact, Rows
@@ -33,7 +33,8 @@ class Expected:
 class Reference:
     """The expected results of one subject in one dtype, on the CPU, each computed when it is first asked for.
 
-    Per-row results hold the judged rows only, in the order of `rows`.
+    Per-row results hold the judged rows only, in the order of `rows`. Of the others nothing is computed, so that a call
+    of very many rows can be judged in some of them.
 
     Args:
         subject: what is judged.
@@ -45,9 +46,10 @@ class Reference:
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.layout = subject.case.layout()
         self.inputs = subject.make_inputs(dtype)
-        self.visible = oracle.visible_keys(self.layout)
         everything = torch.arange(self.layout.num_q, device="cpu")
         self.rows = everything if subject.rows is None else subject.rows
+        self._part = self.layout if subject.rows is None else _part(self.layout, subject.rows)
+        self.visible = self._by_row(oracle.visible_keys(self._part))
         self._attention: dict[Support, dict[str, Expected]] = {}
         self._loss: dict[Support, dict[str, Expected]] = {}
 
@@ -70,45 +72,62 @@ class Reference:
             batches[start : start + length] = number
         return batches
 
-    def judged(self, rows: Rows) -> Rows:
-        """The supports of the judged rows."""
+    def judged(self, rows: Mapping[int, Tensor]) -> Rows:
+        """The supports of the judged rows, in order."""
         return [rows[int(row)] for row in self.rows]
 
-    @cached_property
+    def _by_row(self, supports: Rows) -> dict[int, Tensor]:
+        return dict(zip(self.rows.tolist(), supports, strict=True))
+
+    @property
     def d_scores(self) -> Tensor:
         """The gradient that comes in for the score table [t, s]; also at unseen keys, where it must have no effect."""
-        generator = torch.Generator("cpu").manual_seed(zlib.crc32(b"d_scores" + self.case.name.encode()))
         table = torch.zeros(self.layout.num_q, self.layout.num_k, dtype=self.wide, device="cpu")
-        shape = len(self.rows), self.layout.num_k
-        table[self.rows] = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(self.wide)
+        table[self.rows] = self._d_scores
         return table
+
+    @cached_property
+    def _d_scores(self) -> Tensor:
+        """The judged rows of `d_scores`."""
+        generator = torch.Generator("cpu").manual_seed(zlib.crc32(b"d_scores" + self.case.name.encode()))
+        shape = len(self.rows), self.layout.num_k
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(self.wide)
+
+    @property
+    def _scoring(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The indexer's tensors, of the judged rows where they have rows."""
+        x = self.inputs
+        return x.index_q[self.rows], x.index_k, x.weights[self.rows]
+
+    @cached_property
+    @one_thread()
+    def table(self) -> Exact:
+        """The score table of the judged rows."""
+        return oracle.indexer_scores(*self._scoring, self._part, scale=self.case.scale, relu=self.case.relu)
 
     @cached_property
     @one_thread()
     def scores(self) -> dict[str, Expected]:
         """The score table of the judged rows and its gradients."""
-        x, options = self.inputs, {"scale": self.case.scale, "relu": self.case.relu}
-        tensors = x.index_q, x.index_k, x.weights
-        exact = oracle.indexer_scores(*tensors, self.layout, rows=self.rows, **options)
-        mine = plain.indexer_scores(*tensors, self.layout, rows=self.rows, **options)
-        gradients = self._score_gradients(tensors, self.d_scores, **options)
-        value = self._score_gradients([x.double() for x in tensors], self.d_scores.double(), **options)
+        tensors, options = self._scoring, {"scale": self.case.scale, "relu": self.case.relu}
+        mine = plain.indexer_scores(*tensors, self._part, **options)
+        gradients = self._score_gradients(tensors, self._d_scores, **options)
+        value = self._score_gradients([x.double() for x in tensors], self._d_scores.double(), **options)
         # Without the relu's gate and with absolute values a gradient is the sum of the absolute values of its terms.
         magnitudes = [x.double().abs() for x in tensors]
-        terms = self._score_gradients(magnitudes, self.d_scores.double().abs(), scale=abs(self.case.scale), relu=False)
+        terms = self._score_gradients(magnitudes, self._d_scores.double().abs(), scale=abs(self.case.scale), relu=False)
         names = "d_index_q", "d_index_k", "d_weights"
-        results = {"scores": Expected(exact, mine)}
+        results = {"scores": Expected(self.table, mine)}
         for name, *numbers in zip(names, value, terms, gradients, strict=True):
-            numbers = numbers if name == "d_index_k" else [x[self.rows] for x in numbers]
             results[name] = Expected(Exact(numbers[0], numbers[1]), numbers[2])
         return results
 
     def _score_gradients(self, tensors: Sequence[Tensor], d_scores: Tensor, **options: Any) -> list[Tensor]:
         """Gradients of the plain score table by autograd, in blocks of rows."""
         leaves = index_q, index_k, weights = [x.detach().clone().requires_grad_() for x in tensors]
-        for rows in self.rows.split(_BLOCK_ROWS):
+        for rows in torch.arange(len(self.rows), device="cpu").split(_BLOCK_ROWS):
             with torch.enable_grad():
-                table = plain.indexer_scores(index_q, index_k, weights, self.layout, rows=rows, **options)
+                table = plain.indexer_scores(index_q, index_k, weights, self._part, rows=rows, **options)
             if table.requires_grad:
                 table.backward(d_scores[rows])
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
@@ -117,35 +136,26 @@ class Reference:
     @one_thread()
     def tau(self) -> Tensor:
         """The allowance of each judged row's scores."""
-        x = self.inputs
-        return tau(x.index_q, x.index_k, x.weights, self.layout, scale=self.case.scale, rows=self.rows)
+        return tau(*self._scoring, self._part, scale=self.case.scale)
 
     @cached_property
     @one_thread()
-    def selected(self) -> Rows:
-        """The oracle's selection of every row, judged or not."""
-        x, chosen = self.inputs, []
-        for rows in torch.arange(self.layout.num_q, device="cpu").split(_BLOCK_ROWS):
-            scores = oracle.indexer_scores(
-                x.index_q,
-                x.index_k,
-                x.weights,
-                self.layout,
-                scale=self.case.scale,
-                relu=self.case.relu,
-                rows=rows,
-            )
-            visible = [self.visible[int(row)] for row in rows]
-            chosen += oracle.indexer_topk(scores.value, visible, top_k=self.case.top_k)
-        return chosen
+    def selected(self) -> dict[int, Tensor]:
+        """The oracle's selection of the judged rows."""
+        visible = self.judged(self.visible)
+        return self._by_row(oracle.indexer_topk(self.table.value, visible, top_k=self.case.top_k))
 
     @cached_property
     def topk(self) -> TopK:
-        """The oracle's selection as an argument of an operator, packed."""
-        indices = torch.full((self.layout.num_q, self.case.top_k), -1, dtype=torch.int32, device="cpu")
-        for row, keys in enumerate(self.selected):
+        """The oracle's selection as an argument of an operator, packed; the last keys of rows that are not judged."""
+        start, end = self.layout.bounds()
+        lengths = (end - start).clamp(max=self.case.top_k)
+        slots = torch.arange(self.case.top_k, dtype=torch.int32, device="cpu")
+        indices = ((end - lengths)[:, None] + slots).masked_fill_(slots >= lengths[:, None], -1)
+        for row, keys in self.selected.items():
+            indices[row] = -1
             indices[row, : len(keys)] = keys
-        lengths = torch.tensor([len(keys) for keys in self.selected], dtype=torch.int32, device="cpu")
+            lengths[row] = len(keys)
         return TopK(indices, lengths, num_q=self.layout.num_q, num_k=self.layout.num_k)
 
     def support(self, kind: Support) -> Rows:
@@ -200,6 +210,16 @@ class Reference:
         tensors = x.index_q[self.rows], x.index_k, x.weights[self.rows], x.q[self.rows], x.kv, support
         results = _paired(oracle.indexer_loss(*tensors, **options), plain.indexer_loss(*tensors, **options))
         return {name: e if name == "loss" else _times(e, x.d_loss) for name, e in results.items()}
+
+
+def _part(layout: CausalLayout, rows: Tensor) -> CausalLayout:
+    """The layout of some query rows, renumbered in their order, against all keys."""
+    segments = [
+        replace(segment, q_start=place)
+        for place, row in enumerate(rows.tolist())
+        for segment in layout.slice_queries(row, row + 1).segments
+    ]
+    return CausalLayout.from_segments(segments, num_q=len(rows), num_k=layout.num_k, ratio=layout.ratio)
 
 
 def _paired(exact: dict[str, Exact], mine: dict[str, Tensor]) -> dict[str, Expected]:

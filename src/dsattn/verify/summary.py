@@ -167,8 +167,16 @@ def _worst(ran: Sequence[Record], failures: Sequence[Record], *, named: bool) ->
     for what in ("row", "batch"):
         if numbers[f"worst_{what}"] is not None:
             parts.append(f"{what} {numbers[f'worst_{what}']}")
-    share = numbers["share_of_budget"]
-    return f"{'wrong' if share is None else f'{share:.0%}'}: {', '.join(parts)}"
+    return f"{_times(numbers['share_of_budget'])}: {', '.join(parts)}"
+
+
+def _times(share: float | None) -> str:
+    """A share of a budget, as percent while that can be read."""
+    if share is None:
+        return "wrong"
+    if share < 10:
+        return f"{share:.0%}"
+    return f"{share:,.0f} times" if share < 1e6 else f"{share:.0e} times"
 
 
 def _size(x: float | None) -> float:
