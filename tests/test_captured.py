@@ -177,7 +177,7 @@ BAD: dict[str, tuple[Edit, str]] = {
     "a mask of numbers": (added("row_mask", torch.ones(12)), "row_mask: given torch.float32; needed torch.bool"),
     "metadata of a second call": (entry("0", "[1]"), "entry 0: given .*a JSON object of strings"),
     "tensors of no call": (entry("0", "{}"), "tensor .*: given no call in the metadata"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", BAD)

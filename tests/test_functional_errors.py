@@ -280,6 +280,15 @@ def test_dsa_attention_looks_at_what_it_has_no_use_for(kind: Kind) -> None:
     assert check_refused(kind, partial(dsa_attention, **wrong), wrong.values()) == []
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.argument in ("scale", "relu")])
+def test_dsa_attention_looks_at_options_of_an_indexer_that_is_not_there(kind: Kind) -> None:
+    without: dict[str, Any] = dict.fromkeys(("index_q", "index_k", "weights", "top_k"))
+    right: dict[str, Any] = right_for(dsa_attention) | without | {"topk": SELECTION, "loss": "none"}
+    dsa_attention(**right)
+    wrong = right | {kind.argument: kind.value}
+    assert check_refused(kind, partial(dsa_attention, **wrong), wrong.values()) == []
+
+
 @pytest.mark.parametrize("missing", ["index_q", "index_k", "weights", "top_k"])
 def test_dsa_attention_says_what_a_selection_needs(missing: str) -> None:
     with pytest.raises(BadInput) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_wrong_usage_is_2_with_one_line(file: Path, tmp_path: Path, capsys: pyte
 def test_without_the_package_it_is_2(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     for option, path in (("--inputs", file), ("--dump", tmp_path / "d")):
         code, out, err = said(capsys, option, path, "--case", "*")
         assert (code, out, err.count("\n")) == (2, "", 1)

@@ -59,21 +59,22 @@ def _compressed() -> list[Case]:
 
 
 def _overlapping() -> list[Case]:
+    """More rows than a block of queries has, so that key gradients of several blocks meet."""
+
     def case(name: str, shows: str, num_k: int, *segments: tuple[int, int, int, int, int]) -> Case:
-        num_q = 64
         return Case(
             name=name,
             shows=shows,
-            layout=lambda: CausalLayout.from_segments([Segment(*s) for s in segments], num_q=num_q, num_k=num_k),
+            layout=lambda: CausalLayout.from_segments([Segment(*s) for s in segments], num_q=140, num_k=num_k),
             sink="normal",
             tags=("packed", "overlap"),
         )
 
     return [
-        case("shared-prefix", "sequences that share their first keys: key gradients add", 50,
-             (0, 20, 0, 30, 10), (20, 20, 0, 30, 10), (44, 20, 0, 50, 30)),
-        case("overlap", "key ranges that overlap in part, in another order than the queries", 60,
-             (0, 16, 30, 30, 4), (16, 24, 0, 40, 0), (40, 1, 25, 10, 9), (41, 22, 20, 25, 2)),
+        case("shared-prefix", "sequences that share their first keys: key gradients add", 60,
+             (0, 45, 0, 50, 5), (45, 45, 0, 50, 5), (95, 45, 0, 60, 15)),
+        case("overlap", "key ranges that overlap in part, in another order than the queries", 70,
+             (0, 40, 30, 40, 2), (40, 50, 0, 45, 0), (90, 1, 25, 10, 9), (91, 48, 20, 35, 4)),
     ]  # fmt: skip
 
 
