@@ -133,7 +133,8 @@ def _non_finite() -> list[Case]:
         )
 
     nan, inf = math.nan, math.inf
-    # Gradients of scores that inf is in hang on which zero meets it first; who is touched is for the tests to say.
+    # Not the score table: its expected gradients come of products over all rows, which spread what is not finite. And
+    # what becomes of inf in a gradient of the indexer hangs on the zero that meets it first. Tests say who is touched.
     index: tuple[CaseOperator, ...] = ("indexer_topk", "indexer_loss", "dsa_attention")
     attention: tuple[CaseOperator, ...] = ("sparse_attention", "dense_attention", "indexer_loss", "dsa_attention")
     return [
