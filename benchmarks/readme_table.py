@@ -1,6 +1,6 @@
 """Writes the table of a verify run into README.md.
 
-    make verify && python benchmarks/readme_table.py build/verify.json
+make verify && python benchmarks/readme_table.py build/verify.json
 """
 
 from __future__ import annotations
