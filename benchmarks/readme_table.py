@@ -24,7 +24,7 @@ def main() -> None:
     machine = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, Python {where['python']}"
     suites = " and ".join(dict.fromkeys(record["suite"] for record in run["records"]))
     note = (
-        f"Suites {suites}, backend torch on {machine}, {where['date'][:10]}. Columns results and gradients have the largest "
+        f"Suites {suites}, backend torch on {machine}, {where['date'][:10]}. Results and gradients: the largest "
         "relative error against the float64 oracle in any case; a share of budget above 100 % would be a failure."
     )
     block = f"{BEGIN}\n{table}\n\n{note}\n{END}"
