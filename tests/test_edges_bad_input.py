@@ -206,7 +206,9 @@ def test_no_public_callable_is_forgotten() -> None:
     }
 
 
-@pytest.mark.parametrize("operator", ["topk", None, ["indexer_topk"], dsattn.indexer_topk], ids=str)
+@pytest.mark.parametrize(
+    "operator", ["topk", None, ["indexer_topk"], dsattn.indexer_topk], ids=lambda x: type(x).__name__
+)
 def test_explain_wants_the_name_of_an_operator(operator: Any) -> None:
     x = random_tensors(LAYOUT)
     with pytest.raises(BadInput) as caught:
