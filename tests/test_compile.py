@@ -45,6 +45,31 @@ print("graphs", counter.frame_count)
 assert counter.frame_count <= 3, counter.frame_count
 """
 
+NUMBERS = """
+from torch._dynamo.testing import CompileCounterWithBackend
+
+q, kv, index_q, index_k, weights = tensors(40)
+layout = CausalLayout.packed([0, 20, 40])
+index = index_q, index_k, weights
+calls = {
+    "coeff": lambda x: dsattn.indexer_loss(*index, q, kv, layout, softmax_scale=0.2, coeff=x),
+    "scale": lambda x: dsattn.indexer_loss(*index, q, kv, layout, softmax_scale=x, scale=x),
+    "num_rows": lambda n: dsattn.indexer_loss(*index, q, kv, layout, softmax_scale=0.2, num_rows=n),
+    "top_k": lambda n: dsattn.indexer_topk(*index, layout, top_k=n).indices,
+    "attach": lambda x: dsattn.attach_loss(q * 2, index_q.sum(), scale=x),
+}
+for name, call in calls.items():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    counts = name in ("num_rows", "top_k")
+    # Counts may change with every batch; a float is compiled for each value that it takes.
+    for step in range(12 if counts else 3):
+        value = 3 + step if counts else 0.3 + 0.1 * step
+        torch.testing.assert_close(compiled(value), call(value))
+    assert counter.frame_count <= (3 if counts else 4), (name, counter.frame_count)
+print("numbers change")
+"""
+
 CHECKPOINT = """
 from torch.utils.checkpoint import checkpoint
 
@@ -105,7 +130,7 @@ print("checked", len(calls))
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [(PACKINGS, "graphs"), (CHECKPOINT, "checkpointed"), (OPCHECK, "checked 12")],
+    [(PACKINGS, "graphs"), (NUMBERS, "numbers change"), (CHECKPOINT, "checkpointed"), (OPCHECK, "checked 12")],
     ids=lambda x: x[:12],
 )
 def test_in_a_fresh_interpreter(code: str, said: str, run_python: RunPython) -> None:

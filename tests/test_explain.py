@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -130,3 +131,13 @@ def test_a_selection_survives_as_an_earlier_layers() -> None:
     topk = indexer_topk(*x.index(), LAYOUT, top_k=5)
     found = explain("dsa_attention", x.q, x.kv, None, None, None, LAYOUT, topk=topk, value_dim=16, softmax_scale=0.2)
     assert [answer.operator for answer in found.answers] == ["sparse_attention"]
+
+
+def test_observers_see_their_own_thread_only() -> None:
+    x = random_tensors(LAYOUT)
+    calls: list[Call] = []
+    with observed(calls.append):
+        other = threading.Thread(target=indexer_topk, args=(*x.index(), LAYOUT), kwargs={"top_k": 3})
+        other.start()
+        other.join()
+    assert calls == []

@@ -11,8 +11,10 @@ from torch import Tensor
 
 import dsattn
 from dsattn import (
+    BadInput,
     CausalLayout,
     TopK,
+    UnsupportedProblem,
     dense_attention,
     dsa_attention,
     indexer_loss,
@@ -246,3 +248,59 @@ def test_lse_is_not_differentiable() -> None:
 def test_public_names_are_there() -> None:
     assert all(hasattr(dsattn, name) for name in dsattn.__all__)
     assert isinstance(TopK, type)
+
+
+def test_layouts_and_selections_made_in_inference_mode_can_be_trained_with() -> None:
+    x = random_tensors(LAYOUT).requires_grad_()
+    with torch.inference_mode():
+        layout = CausalLayout.batched(2, 12)
+        topk = indexer_topk(*x.index(), layout, top_k=5)
+    out = sparse_attention(x.q, x.kv, topk, **ATTENTION) + dense_attention(x.q, x.kv, layout, **ATTENTION)
+    scores = indexer_scores(*x.index(), layout)
+    (out.sum() + scores[scores.isfinite()].sum()).backward()
+    assert all(y.grad is not None and bool(y.grad.any()) for y in x.all())
+
+
+def test_second_derivatives_are_refused() -> None:
+    x = random_tensors(LAYOUT).requires_grad_()
+    for result, leaf in (
+        (indexer_loss(*x.all(), LAYOUT, softmax_scale=0.2), x.index_q),
+        (dense_attention(x.q, x.kv, LAYOUT, **ATTENTION).sum(), x.q),
+    ):
+        (gradient,) = torch.autograd.grad(result, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            torch.autograd.grad(gradient.square().sum(), leaf)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_forward_mode_derivatives_are_refused() -> None:
+    x = random_tensors(LAYOUT)
+    for call, leaf in (
+        (lambda q: dense_attention(q, x.kv, LAYOUT, **ATTENTION), x.q),
+        (lambda w: indexer_loss(x.index_q, x.index_k, w, x.q, x.kv, LAYOUT, softmax_scale=0.2), x.weights),
+    ):
+        with pytest.raises(UnsupportedProblem, match="forward-mode"):
+            torch.func.jvp(call, (leaf,), (torch.ones_like(leaf),))
+
+
+def test_a_named_backend_is_looked_for_even_if_nothing_is_to_be_done() -> None:
+    x = random_tensors(LAYOUT)
+    with pytest.raises(BadInput, match="'nope'"):
+        indexer_loss(*x.all(), LAYOUT, softmax_scale=0.2, coeff=0.0, backend="nope")
+
+
+def test_top_k_has_to_be_that_of_a_given_selection() -> None:
+    x = random_tensors(LAYOUT)
+    topk = indexer_topk(*x.index(), LAYOUT, top_k=5)
+    with pytest.raises(BadInput, match="5, the slots of topk"):
+        dsa_attention(*x.dsa(), LAYOUT, topk=topk, top_k=6, **ATTENTION)
+    dsa_attention(*x.dsa(), LAYOUT, topk=topk, top_k=5, **ATTENTION)
+
+
+def test_a_selection_with_a_score_of_minus_inf_can_be_rebuilt() -> None:
+    x = random_tensors(LAYOUT)
+    x.weights[:] = -torch.inf
+    topk = indexer_topk(*x.index(), LAYOUT, top_k=5, return_scores=True)
+    assert topk.scores is not None
+    assert bool((topk.scores[topk.indices >= 0] == -torch.inf).any())
+    TopK(topk.indices, topk.lengths, topk.scores, num_q=24, num_k=24)

@@ -98,3 +98,11 @@ def test_two_device_layouts_are_equal_only_if_they_are_the_same() -> None:
     assert one != other
     assert len({one, other}) == 2
     assert "on_device(6 documents on cpu" in repr(one)
+
+
+def test_a_live_buffer_is_read_when_it_is_used() -> None:
+    cu = torch.tensor([0, 10, 20])
+    layout = CausalLayout.on_device(cu, num_q=20, num_k=20, max_len=20)
+    cu[1] = 5
+    start, _ = layout.bounds()
+    assert start.tolist() == [0] * 5 + [5] * 15

@@ -228,3 +228,26 @@ def test_a_layout_is_planned_once() -> None:
     for _ in range(3):
         dense_attention(x.q, x.kv, layout, value_dim=16, softmax_scale=0.2)
     assert plan_blocks.cache_info().misses == 1
+
+
+def test_sums_over_rows_have_the_same_bits_for_any_number_of_threads() -> None:
+    values = torch.randn(1_000_000)
+    expected = blocks.on_one_thread(values.sum, values.device)
+    torch.set_num_threads(4)
+    try:
+        assert torch.equal(blocks.on_one_thread(values.sum, values.device), expected)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_precision_switch_goes_on_following_the_general_one() -> None:
+    layout = CausalLayout.batched(1, 20)
+    x = random_tensors(layout)
+    before = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "tf32"
+        dense_attention(x.q, x.kv, layout, value_dim=16, softmax_scale=0.2)
+        torch.backends.fp32_precision = "ieee"
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    finally:
+        torch.backends.fp32_precision = before

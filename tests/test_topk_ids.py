@@ -85,7 +85,6 @@ REFUSED = {
     "length above k": (spoilt("lengths", 3, 4), "lengths[3]", "4", "0 to k = 3"),
     "length negative": (spoilt("lengths", 2, -1), "lengths[2]", "-1", "0 to k = 3"),
     "score in an unused slot": (spoilt("scores", 1, [0, 1, 0]), "scores[1, 2]", "0.0", "-inf in unused slots"),
-    "no score in a used slot": (spoilt("scores", 3, [1, -INF, 0]), "scores[3, 1]", "-inf after 1.0", "only there"),
 }
 
 

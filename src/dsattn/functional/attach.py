@@ -23,10 +23,11 @@ def attach_loss(
     Args:
         out: any differentiable tensor.
         loss: a scalar, e.g. of `indexer_loss`.
-        scale: a number, or a tensor with one number that may still change before the backward runs.
+        scale: a number, or a tensor with one number; outside compiled graphs the tensor may still change before the
+            backward runs.
 
     Returns:
-        A tensor equal to `out`.
+        A tensor equal to `out`, a view of it: do not edit it in place.
 
     Raises:
         BadInput: `out` or `loss` is no tensor of floating-point numbers, `loss` is not a scalar, or `scale` no number.

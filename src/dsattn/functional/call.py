@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dsattn.backends import Backend, name_of
+from dsattn.errors import UnsupportedProblem
 from dsattn.functional import custom_ops
 from dsattn.functional.validation import Rows
 from dsattn.layouts import CausalLayout, TopK
@@ -47,31 +50,38 @@ class Call:
     requires_grad: bool = False
 
 
-_observers: list[Callable[[Call], None]] = []
+class _Observers(threading.local):
+    """Those of this thread: what other threads call is none of their business."""
+
+    def __init__(self) -> None:
+        self.active: list[Callable[[Call], None]] = []
+
+
+_observers = _Observers()
 
 
 @contextmanager
 def observed(observer: Callable[[Call], None]) -> Generator[None]:
-    """Calls `observer` with every call of an operator, before it runs; not inside compiled graphs."""
-    _observers.append(observer)
+    """Calls `observer` with every call of an operator on this thread, before it runs; not inside compiled graphs."""
+    _observers.active.append(observer)
     try:
         yield
     finally:
-        _observers.remove(observer)
+        _observers.active.remove(observer)
 
 
 def _tell(operator: Operator, rows: Rows, common: dict[str, Any], **parts: Any) -> None:
-    if torch.compiler.is_compiling() or not _observers:
+    if torch.compiler.is_compiling() or not _observers.active:
         return
     requires_grad = common.get("requires_grad", False)
-    for observer in tuple(_observers):
+    for observer in tuple(_observers.active):
         observer(Call(operator=operator, batch=rows.batch, requires_grad=requires_grad, **parts))
 
 
 def run_scores(rows: Rows, x: IndexerInputs, layout: CausalLayout, backend: Choice) -> Tensor:
     """Scores [t, s]."""
     tensors = x.index_q, x.index_k, x.weights
-    table, sizes = layout._wire()
+    table, sizes = _wired(layout)
     common = _common(rows, tensors, backend)
     _tell("indexer_scores", rows, common, x=x, layout=layout)
     return custom_ops.indexer_scores(*tensors, table, sizes=sizes, **_scoring(x), **common)
@@ -81,7 +91,7 @@ def run_topk(
     rows: Rows, x: IndexerInputs, layout: CausalLayout, top_k: int, return_scores: bool, backend: Choice
 ) -> TopK:
     """The selection."""
-    table, sizes = layout._wire()
+    table, sizes = _wired(layout)
     _tell("indexer_topk", rows, {}, x=x, layout=layout, top_k=top_k)
     indices, lengths, scores = custom_ops.indexer_topk(
         x.index_q.detach(),
@@ -103,10 +113,10 @@ def run_attention(rows: Rows, a: AttentionInputs, keys: CausalLayout | TopK, bac
     common = _common(rows, (a.q, a.kv, a.sink), backend)
     if isinstance(keys, TopK):
         _tell("sparse_attention", rows, common, a=a, topk=keys, top_k=keys.indices.shape[1])
-        where, sizes = (keys.indices, keys.lengths, None), [keys.num_q, keys.num_k, 1]
+        where, sizes = (_savable(keys.indices), _savable(keys.lengths), None), [keys.num_q, keys.num_k, 1]
     else:
         _tell("dense_attention", rows, common, a=a, layout=keys)
-        table, sizes = keys._wire()
+        table, sizes = _wired(keys)
         where = (None, None, table)
     options = {"value_dim": a.value_dim, "softmax_scale": float(a.softmax_scale)}
     return custom_ops.attention(a.q, a.kv, a.sink, *where, sizes=sizes, **options, **common)
@@ -124,7 +134,7 @@ def run_loss(
 ) -> Tensor:
     """The loss over a selection, or over all keys that the layout shows."""
     tensors = x.index_q, x.index_k, x.weights
-    table, sizes = layout._wire()
+    table, sizes = _wired(layout)
     common = _common(rows, tensors, backend)
     top_k = None if topk is None else topk.indices.shape[1]
     _tell("indexer_loss", rows, common, x=x, a=a, layout=layout, topk=topk, top_k=top_k, options=options)
@@ -151,10 +161,31 @@ def run_loss(
     return loss
 
 
+def _wired(layout: CausalLayout) -> tuple[Tensor, list[int]]:
+    table, sizes = layout._wire()
+    return _savable(table), sizes
+
+
+def _savable(x: Tensor) -> Tensor:
+    """x, or a copy that autograd can save where x was made in inference mode."""
+    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not x.is_inference():
+        return x
+    return x.clone()
+
+
+def _refuse_forward_mode(tensors: tuple[Tensor | None, ...]) -> None:
+    """Custom ops know no forward-mode derivatives: PyTorch would take them for zero and say nothing."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise UnsupportedProblem("forward-mode derivatives", given="inputs with tangents", needed="reverse mode")
+
+
 def _scoring(x: IndexerInputs) -> dict[str, Any]:
     return {"scale": float(x.scale), "relu": x.relu}
 
 
 def _common(rows: Rows, tensors: tuple[Tensor | None, ...], backend: Choice) -> dict[str, Any]:
+    _refuse_forward_mode(tensors)
     requires_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     return {"batch": rows.batch, "requires_grad": requires_grad, "backend": name_of(backend)}

@@ -253,8 +253,6 @@ def indexer_loss(
     """The loss and its gradients of index_q, index_k and weights (empty without `requires_grad` or a coefficient)."""
     x = IndexerInputs(index_q, index_k, weights, scale, relu)
     a = AttentionInputs(q, kv, kv.shape[1], softmax_scale)
-    if coeff == 0:
-        return index_q.new_zeros((), dtype=x.dtype), _empty(q), _empty(q), _empty(q)
     layout = layout_of(table, sizes)
     topk = None if ids is None or lengths is None else TopK._trusted(ids, lengths, None, *sizes[:2])
     group = None if tp_group is None else distributed_c10d._resolve_process_group(tp_group)  # pyrefly: ignore[bad-argument-type]
@@ -262,6 +260,8 @@ def indexer_loss(
     rows: dict[str, Any] = {"layout": layout, "batch": batch, "requires_grad": requires_grad}
     top_k, support = (None, "visible") if topk is None else (topk.indices.shape[1], "selected")
     chosen = backend_for(backend, "indexer_loss", x=x, a=a, top_k=top_k, support=support, **rows)
+    if coeff == 0:
+        return index_q.new_zeros((), dtype=x.dtype), _empty(q), _empty(q), _empty(q)
     loss, gradients = chosen.indexer_loss(x, a, layout, topk, lse, options, requires_grad)
     d_index_q, d_index_k, d_weights = gradients or (_empty(q), _empty(q), _empty(q))
     return loss, d_index_q, d_index_k, d_weights
@@ -277,22 +277,42 @@ def _(
     return loss, _unscaled_like(index_q), _unscaled_like(index_k), _unscaled_like(weights)
 
 
+@custom_op("dsattn::indexer_loss_backward", mutates_args=())
+def indexer_loss_backward(
+    d_loss: Tensor,
+    index_q: Tensor,
+    index_k: Tensor,
+    weights: Tensor,
+    d_index_q: Tensor,
+    d_index_k: Tensor,
+    d_weights: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss's own gradients, scaled; exact zeros where there are none, since the coefficient was 0.
+
+    An op that takes the index tensors too, so that a second derivative is refused and not left out in silence.
+    """
+    given = ((index_q, d_index_q), (index_k, d_index_k), (weights, d_weights))
+    d_q, d_k, d_w = (
+        (gradient * d_loss).to(x.dtype) if gradient.shape == x.shape else x.new_zeros(x.shape) for x, gradient in given
+    )
+    return d_q, d_k, d_w
+
+
+@indexer_loss_backward.register_fake
+def _(d_loss: Tensor, index_q: Tensor, index_k: Tensor, weights: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(index_q), _like(index_k), _like(weights)
+
+
 def _save_loss(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]
 ) -> None:
     ctx.mark_non_differentiable(*output[1:])
-    ctx.is_zero = keyword_only_inputs["coeff"] == 0
     # The gradients are at hand when the loss is: the backward only scales them.
-    ctx.save_for_backward(*(inputs[:3] if ctx.is_zero else output[1:]))
-    ctx.dtypes = [x.dtype for x in inputs[:3]]
+    ctx.save_for_backward(*inputs[:3], *output[1:])
 
 
 def _loss_backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    if ctx.is_zero:
-        gradients = [torch.zeros_like(x) for x in ctx.saved_tensors]
-    else:
-        gradients = [(x * d_loss).to(dtype) for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)]
-    return (*gradients, *(None,) * 8)
+    return (*indexer_loss_backward(d_loss, *ctx.saved_tensors), *(None,) * 8)
 
 
 indexer_loss.register_autograd(_loss_backward, setup_context=_save_loss)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from dsattn.errors import BadInput
 from dsattn.functional.call import Choice, run_attention, run_loss, run_topk
 from dsattn.functional.problems import last_backend
 from dsattn.functional.validation import (
@@ -96,6 +97,9 @@ def dsa_attention(
         topk: an earlier selection to use instead of a new one (index sharing, replay).
         backend: "auto" or a name of `backends()`, for every operator.
 
+    Returns:
+        The output, its log-sum-exp, the selection, the loss, and what ran; see `DSAOutput`.
+
     Raises:
         BadInput: an argument does not fit.
         UnsupportedProblem: the named backend does not take the problem.
@@ -118,6 +122,8 @@ def dsa_attention(
     if selects or top_k is not None:
         top_k = check_integer("top_k", top_k, 1)
     given = None if topk is None else check_topk(rows, topk)
+    if given is not None and top_k not in (None, given.indices.shape[1]):
+        raise BadInput("top_k", given=top_k, needed=f"{given.indices.shape[1]}, the slots of topk, or None")
     selection = (top_k if given is None else given) if "selected" in (attend, loss) else None
     return _run(rows, x, a, layout, selection, attend, loss, options, backend)
 

@@ -46,13 +46,13 @@ class Answer:
     chosen: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """All answers for a call; printed, a table."""
 
     answers: tuple[Answer, ...]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         rows = [("operator", "backend", "", "reason")]
         for answer in self.answers:
             verdict = "no" if not answer.takes else "yes, chosen" if answer.chosen else "yes"

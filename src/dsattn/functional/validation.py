@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from dsattn.errors import BadInput
 from dsattn.layouts import CausalLayout, TopK
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
 
+_LARGEST = sys.float_info.max
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _DTYPE_NAMES = "one of torch.bfloat16, torch.float16, torch.float32, torch.float64"
 
@@ -198,7 +199,9 @@ def check_integer(name: str, value: Any, lowest: int, limit: int = 2**31) -> int
     """`value` as an int that is at least `lowest` and below `limit`; bools and floats are refused."""
     try:
         # Not of a tensor: to read its number would wait for its device.
-        number = None if isinstance(value, (bool, Tensor)) else operator.index(value)
+        # And not of a plain int: under `torch.compile` that would compile again for every value.
+        plain = type(value) is int
+        number = value if plain else None if isinstance(value, (bool, Tensor)) else operator.index(value)
     except TypeError:
         number = None
     if number is None:
@@ -214,12 +217,8 @@ def check_number(name: str, value: Any) -> None:
     """That `value` is a finite Python number."""
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float)):
         raise BadInput(name, given=_kind(value), needed="a float")
-    try:
-        finite = math.isfinite(value)
-    except OverflowError:
-        # An int beyond the floats.
-        finite = False
-    if not finite:
+    # A comparison, which `torch.compile` can trace for a number that changes; false for NaN and huge ints too.
+    if not -_LARGEST <= value <= _LARGEST:
         raise BadInput(name, given=value, needed="a finite float")
 
 
@@ -231,7 +230,7 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """That `value` is one of `choices`."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise BadInput(name, given=repr(value), needed=f"one of {', '.join(map(repr, choices))}")
 
 

@@ -126,7 +126,7 @@ def total_rows(what: str, value: Any, least: int, why: str) -> int:
 
 
 def one_of(what: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Nothing.
+    """Refuses what is not one of the allowed words.
 
     Args:
         what: the argument's name.
@@ -136,7 +136,7 @@ def one_of(what: str, value: Any, allowed: tuple[str, ...]) -> None:
     Raises:
         BadInput: the value is none of them.
     """
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise BadInput(what, given=repr(value), needed=" or ".join(repr(name) for name in allowed))
 
 

@@ -59,11 +59,10 @@ class DeviceLayout(CausalLayout):
         return self._table, [self.num_q, self.num_k, self.ratio, self.max_len]
 
     def _shared_bounds(self, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-        start, end = self._device_bounds
+        start, end = self._device_bounds()
         target = torch.device("cpu" if device is None else device)
         return start.to(target), end.to(target)
 
-    @cached_property
     def _device_bounds(self) -> tuple[Tensor, Tensor]:
         """Windows of all rows, made on the device of cu_seqlens without waiting for it."""
         with torch.inference_mode(False):

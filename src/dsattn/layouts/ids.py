@@ -12,7 +12,7 @@ from torch import Tensor
 from dsattn.errors import BadInput
 from dsattn.layouts.causal import CausalLayout
 from dsattn.layouts.checks import Space, one_of, whole_number
-from dsattn.layouts.ids_checks import check_form, check_tensor, check_values, entry_name, first_bad_rows
+from dsattn.layouts.ids_checks import check_form, check_has_values, check_tensor, check_values, entry_name, first_bad_rows
 
 SPACES = ("flat", "local", "seq_major")
 _UNUSED = 2**31 - 1  # sorts behind every key row
@@ -92,6 +92,7 @@ class TopK:
         one_of("space", space, SPACES)
         _check_layout(layout)
         check_tensor("ids", ids, (torch.int32, torch.int64), ("[t, k]", "[b, sq, k]"))
+        check_has_values("ids", ids)
         if ids.shape[:-1].numel() != layout.num_q:
             needed = f"{layout.num_q} rows, as the layout has"
             raise BadInput("ids", given=f"shape {list(ids.shape)}", needed=needed)

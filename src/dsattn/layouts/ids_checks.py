@@ -42,7 +42,7 @@ def entry_name(what: str, row: int, slot: int | None, shape: torch.Size) -> str:
 
 
 def check_form(indices: Any, lengths: Any, scores: Any) -> None:
-    """Nothing: shapes, dtypes and devices of a TopK, which are known without waiting for a device.
+    """Refuses wrong shapes, dtypes and devices of a TopK, which are known without waiting for a device.
 
     Args:
         indices: int32 [t, k] or [b, sq, k].
@@ -53,6 +53,7 @@ def check_form(indices: Any, lengths: Any, scores: Any) -> None:
         BadInput: one of them is something else.
     """
     check_tensor("indices", indices, (torch.int32,), ("[t, k]", "[b, sq, k]"))
+    check_has_values("indices", indices)
     check_tensor("lengths", lengths, (torch.int32,), ("[t]", "[b, sq]"))
     _check_like("lengths", lengths, indices.shape[:-1], indices)
     if scores is not None:
@@ -61,7 +62,7 @@ def check_form(indices: Any, lengths: Any, scores: Any) -> None:
 
 
 def check_tensor(what: str, value: Any, dtypes: tuple[torch.dtype, ...], shapes: tuple[str, ...]) -> None:
-    """Nothing.
+    """Refuses what is no dense tensor of one of the dtypes and shapes.
 
     Args:
         what: the argument's name.
@@ -76,12 +77,28 @@ def check_tensor(what: str, value: Any, dtypes: tuple[torch.dtype, ...], shapes:
     needed = f"a tensor, {names}, {' or '.join(shapes)}"
     if not isinstance(value, Tensor):
         raise BadInput(what, given=type(value).__name__, needed=needed)
+    if value.layout != torch.strided:
+        raise BadInput(what, given=f"layout {value.layout}", needed=f"a dense tensor, {names}, {' or '.join(shapes)}")
     if value.dtype not in dtypes or value.ndim not in [shape.count(",") + 1 for shape in shapes]:
         raise BadInput(what, given=f"{value.dtype} of shape {list(value.shape)}", needed=needed)
 
 
+def check_has_values(what: str, value: Tensor) -> None:
+    """Refuses a tensor whose entries cannot be looked at.
+
+    Args:
+        what: the argument's name.
+        value: the argument.
+
+    Raises:
+        BadInput: a meta tensor.
+    """
+    if value.is_meta:
+        raise BadInput(what, given="a meta tensor", needed="a tensor with values")
+
+
 def check_values(indices: Tensor, lengths: Tensor, scores: Tensor | None, num_k: int) -> None:
-    """Nothing: the entries of a TopK whose form is right; waits for the device once.
+    """Refuses wrong entries of a TopK whose form is right; waits for the device once.
 
     Args:
         indices: int32 [t, k] or [b, sq, k].
@@ -125,7 +142,7 @@ def _rules(ids: Tensor, counts: Tensor, scores: Tensor | None, num_k: int) -> It
     yield Rule("indices", ascending, 1, used[:, 1:] & (ids[:, 1:] <= ids[:, :-1]))
     yield Rule("indices", "-1 in unused slots", 0, ~used & (ids != -1))
     if scores is not None:
-        yield Rule("scores", "-inf in unused slots and only there", 0, (scores == -torch.inf) == used)
+        yield Rule("scores", "-inf in unused slots", 0, ~used & (scores != -torch.inf))
 
 
 def _check_like(what: str, value: Tensor, shape: torch.Size, indices: Tensor) -> None:

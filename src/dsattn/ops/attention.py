@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dsattn.ops.blocks import Block, run_blocks
+from dsattn.ops.blocks import Block, on_one_thread, run_blocks
 from dsattn.ops.inputs import AttentionInputs
 from dsattn.ops.numerics import exact_products
 from dsattn.ops.products import head_dots, mix_keys, mix_queries
@@ -85,7 +85,11 @@ def attend_backward(
     with exact_products(x.q.device):
         blocks = _blocks(x, support)
         (d_kv,) = accumulate(support, blocks, [x.kv.shape[1]], x.dtype, x.q.device, work)
-    d_sink = None if x.sink is None or d_row_sink is None else d_row_sink.sum(0).to(x.sink.dtype)
+    d_sink = (
+        None
+        if x.sink is None or d_row_sink is None
+        else on_one_thread(lambda: d_row_sink.sum(0), x.q.device).to(x.sink.dtype)
+    )
     return d_q, d_kv.to(x.kv.dtype), d_sink
 
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from dsattn.layouts import CausalLayout, DeviceLayout
 
@@ -151,6 +152,13 @@ def run_lanes(work: Callable[[int], None], lanes: int, device: torch.device) -> 
         return
     for _ in _pool(threads).map(guarded, range(lanes)):
         pass
+
+
+def on_one_thread(compute: Callable[[], Tensor], device: torch.device) -> Tensor:
+    """compute() as a lane runs it: a sum over rows has the same bits for any number of threads."""
+    results: list[Tensor] = []
+    run_lanes(lambda _: results.append(compute()), 1, device)
+    return results[0]
 
 
 def run_blocks(work: Callable[[B], None], blocks: Sequence[B], device: torch.device) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from dsattn.ops.attention import attention_probabilities
-from dsattn.ops.blocks import Block
+from dsattn.ops.blocks import Block, on_one_thread
 from dsattn.ops.indexer import block_scores, block_scores_backward
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
 from dsattn.ops.numerics import exact_products, unscaled_gradient_dtype
@@ -76,7 +76,7 @@ def indexer_kl(
         # Collectives must run in one order on all ranks.
         d_index_k = accumulate(support, blocks, key_widths, x.dtype, device, work, one_lane=tp_group is not None)
     # A row with a weight of 0 takes no part even if its KL is infinite; rows without keys have KL 0.
-    loss = torch.where(row_weights == 0, 0, kl * row_weights).sum()
+    loss = on_one_thread(lambda: torch.where(row_weights == 0, 0, kl * row_weights).sum(), device)
     if d_index_q is None or d_weights is None:
         return loss, None
     return loss, (d_index_q, d_index_k[0].to(d_index_q.dtype), d_weights)

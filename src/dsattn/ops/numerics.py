@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -37,13 +38,10 @@ def exact_products(device: torch.device) -> Generator[None]:
     them back; a backward in another thread may overlap with a forward.
     """
     global _DEPTH
-    switches: dict[str, Any] = {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn.matmul}  # pyrefly: ignore[missing-attribute]
     with torch.autocast(device.type, enabled=False):
         with _LOCK:
             if _DEPTH == 0:
-                for name, switch in switches.items():
-                    _SAVED[name] = switch.fp32_precision
-                    switch.fp32_precision = "ieee"
+                _make_exact()
             _DEPTH += 1
         try:
             yield
@@ -51,8 +49,39 @@ def exact_products(device: torch.device) -> Generator[None]:
             with _LOCK:
                 _DEPTH -= 1
                 if _DEPTH == 0:
-                    for name, switch in switches.items():
-                        switch.fp32_precision = _SAVED.pop(name)
+                    _put_back()
+
+
+def _switches() -> dict[str, Any]:
+    return {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn.matmul}  # pyrefly: ignore[missing-attribute]
+
+
+def _make_exact() -> None:
+    for name, switch in _switches().items():
+        found = switch.fp32_precision
+        if found in ("ieee", "none"):
+            continue
+        # A switch that follows a more general one shows that one's value: it has to go on following.
+        switch.fp32_precision = "none"
+        _SAVED[name] = "none" if switch.fp32_precision == found else found
+        switch.fp32_precision = "ieee"
+
+
+def _put_back() -> None:
+    for name, switch in _switches().items():
+        if name in _SAVED:
+            switch.fp32_precision = _SAVED.pop(name)
+
+
+def _after_fork() -> None:
+    """A child of a process that was inside a block is outside of it; its lock may have been taken for ever."""
+    global _DEPTH, _LOCK
+    _LOCK, _DEPTH = threading.Lock(), 0
+    _put_back()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def split_finite(x: Tensor) -> tuple[Tensor, Tensor | None]:
