@@ -243,11 +243,12 @@ def test_sums_over_rows_have_the_same_bits_for_any_number_of_threads() -> None:
 def test_a_precision_switch_goes_on_following_the_general_one() -> None:
     layout = CausalLayout.batched(1, 20)
     x = random_tensors(layout)
-    before = torch.backends.fp32_precision
+    general: Any = torch.backends
+    before = general.fp32_precision
     try:
-        torch.backends.fp32_precision = "tf32"
+        general.fp32_precision = "tf32"
         dense_attention(x.q, x.kv, layout, value_dim=16, softmax_scale=0.2)
-        torch.backends.fp32_precision = "ieee"
+        general.fp32_precision = "ieee"
         assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     finally:
-        torch.backends.fp32_precision = before
+        general.fp32_precision = before

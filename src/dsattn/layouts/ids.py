@@ -12,7 +12,14 @@ from torch import Tensor
 from dsattn.errors import BadInput
 from dsattn.layouts.causal import CausalLayout
 from dsattn.layouts.checks import Space, one_of, whole_number
-from dsattn.layouts.ids_checks import check_form, check_has_values, check_tensor, check_values, entry_name, first_bad_rows
+from dsattn.layouts.ids_checks import (
+    check_form,
+    check_has_values,
+    check_tensor,
+    check_values,
+    entry_name,
+    first_bad_rows,
+)
 
 SPACES = ("flat", "local", "seq_major")
 _UNUSED = 2**31 - 1  # sorts behind every key row
