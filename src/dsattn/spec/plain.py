@@ -50,15 +50,20 @@ def indexer_scores(
     visible = visible_keys(layout)
     table = torch.full((len(chosen), layout.num_k), -torch.inf, dtype=dtype, device=device)
     step = max(1, min(BLOCK_ROWS, BLOCK_ELEMENTS // max(1, index_q.shape[1] * layout.num_k)))
+    # In the backward of a product over all keys, 0 * NaN would reach keys that a row does not see.
+    isolated = not all(bool(x.isfinite().all()) for x in (index_q, index_k, weights))
+    if isolated:
+        step = 1
     for begin in range(0, len(chosen), step):
         block = chosen[begin : begin + step]
         places = torch.tensor(block, dtype=torch.int64, device=device)
-        dots = index_q.index_select(0, places).to(dtype) @ index_k.to(dtype).T
+        seen = visible[block[0]].to(device) if isolated else torch.arange(layout.num_k, device=device)
+        dots = index_q.index_select(0, places).to(dtype) @ index_k.index_select(0, seen).to(dtype).T
         dots = torch.relu(dots) if relu else dots
         score = scale * (dots * weights.index_select(0, places).to(dtype)[..., None]).sum(1)
         for place, row in enumerate(block):
             keys = visible[row].to(device)
-            table[begin + place, keys] = score[place, keys]
+            table[begin + place, keys] = score[place] if isolated else score[place, keys]
     return table + 0.0
 
 
