@@ -139,7 +139,7 @@ def _non_finite() -> list[Case]:
     return [
         case("nan-index-q", Bad("index_q", 33, 40, nan), "a row of NaN scores selects its first keys", index),
         case("nan-index-k", Bad("index_k", 30, 3, nan), "every row that sees the key selects it", index),
-        # Not its score table: a key whose gate is shut stays finite beside terms that are not, and has no floor in fp64.
+        # Not its score table: a key with a shut gate stays finite beside terms that are not, and has no floor in fp64.
         case("nan-weights", Bad("weights", 33, 1, nan), "a row of NaN scores selects its first keys", index[1:]),
         case("nan-q", Bad("q", 33, 70, nan), "one row and the keys it reads, though a sink stands beside", attention),
         case("nan-kv-value", Bad("kv", 30, 3, nan), "the rows that read the key, in its value", attention),
