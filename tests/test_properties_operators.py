@@ -264,7 +264,11 @@ def test_another_last_bit_is_found(operator: str) -> None:
     first = 2 if operator in ("indexer_topk", "indexer_loss") else 1
 
     def nudged(x: Tensor) -> Tensor:
-        return torch.nextafter(x, torch.full_like(x, 9)) if x.is_floating_point() else x
+        if not x.is_floating_point():
+            return x
+        # PyTorch 2.9 has no derivative of nextafter.
+        plain = x.detach()
+        return x + (torch.nextafter(plain, torch.full_like(plain, 9)) - plain)
 
     def flaky(*arguments: Any, **options: Any) -> Any:
         result = getattr(dsattn, operator)(*arguments, **options)
