@@ -38,9 +38,9 @@ from dsattn.verify.mutants import (
     Operation,
     to_tf32,
 )
-from dsattn.verify.mutants_attention import FAULTS as ATTENTION_FAULTS
-from dsattn.verify.mutants_loss import rewritten
-from dsattn.verify.mutants_selection import _select
+from dsattn.verify.mutants.attention import FAULTS as ATTENTION_FAULTS
+from dsattn.verify.mutants.loss import rewritten
+from dsattn.verify.mutants.selection import _select
 from dsattn.verify.reference import References
 from dsattn.verify.run import run, tasks
 from dsattn.verify.self_test import FAULTS, SelfTest, all_mutants, hunt, self_test

@@ -10,16 +10,8 @@ from typing import Any, Literal
 import torch
 
 from dsattn.backends import Backend
-from dsattn.verify import (
-    mutants_attention,
-    mutants_loss,
-    mutants_results,
-    mutants_scores,
-    mutants_selection,
-    mutants_windows,
-)
 from dsattn.verify.environment import environment
-from dsattn.verify.mutants import Fault, Mutant
+from dsattn.verify.mutants import Fault, Mutant, attention, loss, results, scores, selection, windows
 from dsattn.verify.records import Record
 from dsattn.verify.reference import References
 from dsattn.verify.run import run, tasks
@@ -29,12 +21,12 @@ from dsattn.verify.threads import one_thread
 
 SUITE: Literal["quick"] = "quick"
 FAULTS: tuple[Fault, ...] = (
-    *mutants_windows.FAULTS,
-    *mutants_selection.FAULTS,
-    *mutants_scores.FAULTS,
-    *mutants_attention.FAULTS,
-    *mutants_loss.FAULTS,
-    *mutants_results.FAULTS,
+    *windows.FAULTS,
+    *selection.FAULTS,
+    *scores.FAULTS,
+    *attention.FAULTS,
+    *loss.FAULTS,
+    *results.FAULTS,
 )
 """Every fault; each makes one mutant of each part that it may be in."""
 
