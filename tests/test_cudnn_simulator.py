@@ -171,7 +171,7 @@ def test_the_default_device_does_not_matter() -> None:
 
 
 def test_the_simulator_shares_nothing_with_operators_and_oracle() -> None:
-    files = sorted((ROOT / "src/dsattn/backends/cudnn").glob("simulator*.py"))
+    files = sorted((ROOT / "src/dsattn/backends/cudnn").glob("simulator/*.py"))
     assert len(files) > 5
     allowed = ("dsattn.errors", "dsattn.backends.cudnn.contracts", "dsattn.backends.cudnn.simulator")
     for file in files:

@@ -26,7 +26,7 @@ from packaging.version import Version
 
 from dsattn.backends.cudnn.contracts import contract
 from dsattn.backends.cudnn.simulator import NOT_SHOWN, SimulatedFrontend
-from dsattn.backends.cudnn.simulator_masks import Span, visible, visible_with_leak
+from dsattn.backends.cudnn.simulator.masks import Span, visible, visible_with_leak
 
 ONE = torch.ones(1, device="cpu")
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.backends.cudnn.simulator_masks import (
+from dsattn.backends.cudnn.simulator.masks import (
     Span,
     checked_cu_seqlens,
     equal_starts,
@@ -16,9 +16,9 @@ from dsattn.backends.cudnn.simulator_masks import (
     spans,
     visible,
 )
-from dsattn.backends.cudnn.simulator_math import CLIP, LOG_CLIP, indexer_gradients, loss_gradient, mix_two_rows
-from dsattn.backends.cudnn.simulator_scores import require_gate
-from dsattn.backends.cudnn.simulator_state import (
+from dsattn.backends.cudnn.simulator.math import CLIP, LOG_CLIP, indexer_gradients, loss_gradient, mix_two_rows
+from dsattn.backends.cudnn.simulator.scores import require_gate
+from dsattn.backends.cudnn.simulator.state import (
     Arguments,
     Simulated,
     deliver,

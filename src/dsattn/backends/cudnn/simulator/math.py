@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from dsattn.backends.cudnn.simulator_state import Simulated, blocks
+from dsattn.backends.cudnn.simulator.state import Simulated, blocks
 
 # Below this probability the kernels drop the logarithm's term; no target counts as less.
 LOG_CLIP = -100.0

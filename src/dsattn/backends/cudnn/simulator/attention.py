@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsattn.backends.cudnn.simulator_math import mix_two_rows
-from dsattn.backends.cudnn.simulator_state import (
+from dsattn.backends.cudnn.simulator.math import mix_two_rows
+from dsattn.backends.cudnn.simulator.state import (
     Arguments,
     Simulated,
     blocks,

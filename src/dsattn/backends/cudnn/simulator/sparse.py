@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsattn.backends.cudnn.simulator_math import attention_mass, indexer_scores
-from dsattn.backends.cudnn.simulator_state import (
+from dsattn.backends.cudnn.simulator.math import attention_mass, indexer_scores
+from dsattn.backends.cudnn.simulator.state import (
     PROCESSORS,
     Arguments,
     Simulated,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.backends.cudnn.simulator_masks import (
+from dsattn.backends.cudnn.simulator.masks import (
     Span,
     checked_cu_seqlens,
     equal_starts,
@@ -17,8 +17,8 @@ from dsattn.backends.cudnn.simulator_masks import (
     visible,
     visible_with_leak,
 )
-from dsattn.backends.cudnn.simulator_math import indexer_scores
-from dsattn.backends.cudnn.simulator_state import (
+from dsattn.backends.cudnn.simulator.math import indexer_scores
+from dsattn.backends.cudnn.simulator.state import (
     Arguments,
     Simulated,
     deliver,

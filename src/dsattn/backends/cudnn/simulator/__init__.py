@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsattn.backends.cudnn.contracts import Contract, Parameter, Wrapper, contract
-from dsattn.backends.cudnn.simulator_attention import sparse_attention_backward, sparse_attention_forward
-from dsattn.backends.cudnn.simulator_backward import dense_indexer_backward, indexer_backward
-from dsattn.backends.cudnn.simulator_dense import dense_attn_scores, dense_indexer_scores
-from dsattn.backends.cudnn.simulator_scores import indexer_forward
-from dsattn.backends.cudnn.simulator_sparse import sparse_attn_scores, sparse_indexer_scores
-from dsattn.backends.cudnn.simulator_state import Arguments, Result, Simulated
-from dsattn.backends.cudnn.simulator_topk import compactify, indexer_forward_top_k, indexer_top_k, local_to_global
+from dsattn.backends.cudnn.simulator.attention import sparse_attention_backward, sparse_attention_forward
+from dsattn.backends.cudnn.simulator.backward import dense_indexer_backward, indexer_backward
+from dsattn.backends.cudnn.simulator.dense import dense_attn_scores, dense_indexer_scores
+from dsattn.backends.cudnn.simulator.scores import indexer_forward
+from dsattn.backends.cudnn.simulator.sparse import sparse_attn_scores, sparse_indexer_scores
+from dsattn.backends.cudnn.simulator.state import Arguments, Result, Simulated
+from dsattn.backends.cudnn.simulator.topk import compactify, indexer_forward_top_k, indexer_top_k, local_to_global
 from dsattn.errors import BadInput
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsattn.backends.cudnn.simulator_state import (
+from dsattn.backends.cudnn.simulator.state import (
     LAUNCH_ALIGNMENT,
     Arguments,
     require,

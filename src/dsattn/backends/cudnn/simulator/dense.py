@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.backends.cudnn.simulator_masks import (
+from dsattn.backends.cudnn.simulator.masks import (
     SM90_TILE,
     Span,
     checked_cu_seqlens,
@@ -17,8 +17,8 @@ from dsattn.backends.cudnn.simulator_masks import (
     spans,
     visible,
 )
-from dsattn.backends.cudnn.simulator_math import attention_mass, indexer_scores
-from dsattn.backends.cudnn.simulator_state import (
+from dsattn.backends.cudnn.simulator.math import attention_mass, indexer_scores
+from dsattn.backends.cudnn.simulator.state import (
     LAUNCH_ALIGNMENT,
     Arguments,
     Simulated,

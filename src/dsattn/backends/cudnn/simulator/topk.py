@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.backends.cudnn.simulator_masks import is_packed, visible
-from dsattn.backends.cudnn.simulator_scores import forward_spans, masked_scores
-from dsattn.backends.cudnn.simulator_state import (
+from dsattn.backends.cudnn.simulator.masks import is_packed, visible
+from dsattn.backends.cudnn.simulator.scores import forward_spans, masked_scores
+from dsattn.backends.cudnn.simulator.state import (
     Arguments,
     Simulated,
     blocks,
