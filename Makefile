@@ -84,7 +84,7 @@ $(PY):
 $(PACKAGE): pyproject.toml | $(PY)
 	@$(PY) -c '$(TORCH_WILL_DO)' 2>/dev/null || { echo "== $(TORCH)"; $(PIP) '$(TORCH)'; }
 	@echo "== dsattn and what it needs"
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[plot]'
 	@touch $@
 
 $(DEV): $(PACKAGE)
