@@ -54,11 +54,11 @@ def test_red_is_1_and_says_how_to_repeat_it(
     assert code == 1
     assert "FAIL: 2 of 8 checks failed" in out
     (repeat,) = [line for line in out.splitlines() if "one-row/dense_attention" in line]
-    again, out, _ = said(capsys, *repeat.split()[2:])
+    again, out, _ = said(capsys, *repeat.split()[4:])
     assert again == 1
     assert "FAIL: 1 of 1 checks failed" in out
     monkeypatch.undo()
-    assert said(capsys, *repeat.split()[2:])[0] == 0
+    assert said(capsys, *repeat.split()[4:])[0] == 0
 
 
 def test_nothing_checked_is_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ class Clean(Off):
 
     def sparse_attention(self, a: AttentionInputs, topk: TopK) -> tuple[Tensor, Tensor]:
         clean = [torch.nan_to_num(y, posinf=0, neginf=0) for y in (a.q, a.kv)]
-        sink = None if a.sink is None else torch.nan_to_num(a.sink)
+        sink = None if a.sink is None else torch.nan_to_num(a.sink, posinf=0)
         return super().sparse_attention(replace(a, q=clean[0], kv=clean[1], sink=sink), topk)
 
 
@@ -224,6 +224,7 @@ FAULTS: dict[str, list[tuple[str, Off]]] = {
     "nan-kv-value": [("sparse_attention", Clean()), ("sparse_attention", Spreads())],
     "nan-kv-key": [("sparse_attention", Clean()), ("sparse_attention", Spreads())],
     "nan-sink": [("sparse_attention", Clean())],
+    "inf-sink": [("sparse_attention", Clean())],
     "inf-index-q": [("indexer_topk", Clean()), ("indexer_topk", Spreads())],
     "inf-index-k": [("indexer_topk", Clean()), ("indexer_topk", Spreads())],
     "minus-inf-weights": [("indexer_topk", Clean()), ("indexer_topk", Spreads())],

@@ -304,3 +304,45 @@ def test_a_selection_with_a_score_of_minus_inf_can_be_rebuilt() -> None:
     assert topk.scores is not None
     assert bool((topk.scores[topk.indices >= 0] == -torch.inf).any())
     TopK(topk.indices, topk.lengths, topk.scores, num_q=24, num_k=24)
+
+
+def test_one_tensor_may_stand_in_two_places() -> None:
+    layout = CausalLayout.batched(1, 10)
+    shared = torch.randn(10, 16, requires_grad=True)
+    once, again = shared.detach().clone().requires_grad_(), shared.detach().clone().requires_grad_()
+    queries = torch.randn(10, 3, 16)
+
+    def total(index_k: Tensor, kv: Tensor) -> Tensor:
+        result = dsa_attention(
+            queries,
+            kv,
+            queries,
+            index_k,
+            queries[..., 0],
+            layout,
+            top_k=4,
+            value_dim=8,
+            softmax_scale=0.2,
+            loss="visible",
+        )
+        assert result.loss is not None
+        return result.out.sum() + result.loss
+
+    total(shared, shared).backward()
+    total(once, again).backward()
+    assert shared.grad is not None
+    assert once.grad is not None
+    assert again.grad is not None
+    torch.testing.assert_close(shared.grad, once.grad + again.grad)
+
+
+def test_the_default_device_does_not_matter() -> None:
+    x = random_tensors(LAYOUT).requires_grad_()
+    expected = dsa_attention(*x.dsa(), LAYOUT, top_k=5, loss="selected", **ATTENTION)
+    with torch.device("meta"):
+        result = dsa_attention(*x.dsa(), LAYOUT, top_k=5, loss="selected", **ATTENTION)
+    assert torch.equal(result.out, expected.out)
+    assert result.loss is not None
+    with torch.device("meta"):
+        (result.out.sum() + result.loss).backward()
+    assert all(y.grad is not None and y.grad.device.type == "cpu" for y in x.all())

@@ -69,7 +69,7 @@ def test_another_package_would_be_seen(run_python: RunPython) -> None:
     assert "'rich'" in run_python("-c", THIRD_PARTY % "import rich").stdout
 
 
-@pytest.mark.parametrize("package", ["rich", "jinja2", "matplotlib", "numpy", "packaging", "beartype"])
+@pytest.mark.parametrize("package", ["rich", "jinja2", "safetensors", "matplotlib", "numpy", "packaging", "beartype"])
 def test_works_without(package: str, run_python: RunPython) -> None:
     done = run_python("-c", BLOCK % package + SMALL_CALL)
     assert done.stdout == "[[0, -1], [0, 1], [0, 1]] 4 1.0\n", done.stderr

@@ -75,10 +75,10 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[in
 
 
 def commands(out: str, word: str) -> list[list[str]]:
-    """The command lines that a report says after a word, as words after `dsattn verify`."""
+    """The command lines that a report says after a word, as words after `verify`."""
     lines = [line.partition(": ")[2] for line in out.splitlines() if line.startswith(f"  {word}: ")]
-    assert all(line.startswith("dsattn verify ") for line in lines)
-    return [shlex.split(line)[2:] for line in lines]
+    assert all(line.startswith("python -m dsattn verify ") for line in lines)
+    return [shlex.split(line)[4:] for line in lines]
 
 
 def test_captured_calls_are_judged_in_their_own_dtypes(

@@ -88,7 +88,9 @@ def test_terminal_shows_red_with_the_command_that_repeats_it() -> None:
     text = shown(report(*GREEN, *RED, *ABSENT))
     assert "FAIL: 3 of 9 checks failed (2 unsupported, 1 not run)" in text
     assert "out: row 7: <wrong> & off  (and 1 other cases)" in text
-    command = "dsattn verify --suite quick --case bad/dense_attention --backend torch --device cpu --dtype fp32"
+    command = (
+        "python -m dsattn verify --suite quick --case bad/dense_attention --backend torch --device cpu --dtype fp32"
+    )
     assert f"  repeat: {command}\n" in text
     assert "d_kv: no gradient" not in text
     assert "d_kv: no gradient" in shown(report(*RED), verbose=True)

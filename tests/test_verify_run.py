@@ -274,6 +274,7 @@ def test_threads_are_put_back() -> None:
     ("change", "words"),
     [
         ({"indices": lambda topk: topk.indices.long()}, "topk.indices: dtype torch.int64"),
+        ({"lengths": lambda topk: topk.lengths.long()}, "topk.lengths: dtype torch.int64"),
         ({"scores": lambda topk: None}, "scores were asked for"),
         ({"scores": lambda topk: topk.scores + 1e-3}, "off by more than tau"),
     ],

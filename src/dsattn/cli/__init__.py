@@ -6,12 +6,14 @@ works without them.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from dsattn.errors import DsattnError
 
 USAGE = 2
+INTERRUPTED = 130
 _NEEDED = ("rich", "jinja2")
 
 
@@ -32,6 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(f"the command needs the package {package}: pip install {package}")
     except DsattnError as error:
         return _complain(str(error))
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough; without this the interpreter would complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _complain(message: str) -> int:

@@ -18,7 +18,7 @@ from dsattn.verify.environment import devices, environment, package_version
 from dsattn.verify.records import write
 from dsattn.verify.report import console
 
-_PACKAGES = ("torch", "jaxtyping", "rich", "jinja2")
+_PACKAGES = ("torch", "jaxtyping", "rich", "jinja2", "packaging", "safetensors", "matplotlib")
 _ROWS = 4096
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -101,6 +102,9 @@ def main(
         return _self_test(device, verbose=verbose, json=json)
     chosen: Sequence[Suite] = tuple(dict.fromkeys(suite or ([] if inputs else ["quick"])))
     if list:
+        for name, value in {"backend": backend, "json": json, "html": html, "dump": dump}.items():
+            if value:
+                raise BadInput("--list", given=f"with --{name}", needed="only --suite, --case, --dtype and --inputs")
         _list(chosen, case, dtype, inputs)
         return 0
     _check_files(json, html)
@@ -132,11 +136,15 @@ def _check_files(json: Path | None, html: Path | None) -> None:
     """Tells what would keep a report from being written before the checks run, not after.
 
     Raises:
-        BadInput: a folder is missing.
+        BadInput: a folder is missing, or the file cannot be written.
     """
     for file in (json, html):
-        if file is not None and not file.parent.is_dir():
+        if file is None:
+            continue
+        if not file.parent.is_dir():
             raise BadInput(str(file), given="a folder that does not exist", fix=f"make {file.parent} first")
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise BadInput(str(file), given="a place that cannot be written to", needed="a file")
     if html is not None:
         import_module("jinja2")
 

@@ -144,6 +144,7 @@ def _non_finite() -> list[Case]:
         case("nan-q", Bad("q", 33, 70, nan), "one row and the keys it reads, though a sink stands beside", attention),
         case("nan-kv-value", Bad("kv", 30, 3, nan), "the rows that read the key, in its value", attention),
         case("nan-kv-key", Bad("kv", 30, 33, nan), "the rows that read the key, beyond its value", attention),
+        case("inf-sink", Bad("sink", 1, 0, inf), "a sink that takes everything of its head", attention),
         case("nan-sink", Bad("sink", 1, 0, nan), "one head of every row that has a key", attention),
         case("inf-index-q", Bad("index_q", 33, 40, inf), "a row of scores that are inf, NaN or 0", ("indexer_topk",)),
         case("inf-index-k", Bad("index_k", 30, 3, inf), "scores of inf come first", ("indexer_topk",)),

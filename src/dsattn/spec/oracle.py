@@ -163,7 +163,8 @@ def attention(
         out.value[i] = prob @ value
         out.terms[i] = prob @ value.abs()
         if d_out is not None:
-            sink_prob = torch.exp(extra - norm)
+            # A sink of +inf takes everything; exp(inf - inf) would not say so.
+            sink_prob = torch.where(extra == torch.inf, 1.0, torch.exp(extra - norm))
             _attention_backward_row(result, i, keys, q[i], key, prob, sink_prob, d_out[i].double(), softmax_scale)
     return result
 

@@ -103,6 +103,9 @@ def attention(
             key, logit = _logits(leaf_q, leaf_kv, ids, mask, softmax_scale)
             with_sink = logit if leaf_sink is None else torch.cat([logit, _column(leaf_sink, logit)], -1)
             prob = torch.softmax(with_sink, -1)[..., : logit.shape[-1]]
+            if leaf_sink is not None:
+                # A sink of +inf takes everything; softmax has NaN there.
+                prob = prob.masked_fill((leaf_sink.detach() == torch.inf)[:, None], 0)
             out = prob @ key[..., :value_dim]
         result["out"][rows] = out.detach().to(kv.dtype)
         result["lse"][rows] = logit.detach().logsumexp(-1)

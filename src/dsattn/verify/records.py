@@ -79,7 +79,8 @@ class Record:
             "device": self.device,
             "dtype": self.dtype,
         }
-        return "dsattn verify " + " ".join(f"--{name} {shlex.quote(value)}" for name, value in options.items())
+        words = [f"--{name} {shlex.quote(value)}" for name, value in options.items()]
+        return " ".join(["python -m dsattn verify", *words])
 
 
 @dataclass(frozen=True, kw_only=True)
