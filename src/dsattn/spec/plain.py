@@ -103,9 +103,6 @@ def attention(
             key, logit = _logits(leaf_q, leaf_kv, ids, mask, softmax_scale)
             with_sink = logit if leaf_sink is None else torch.cat([logit, _column(leaf_sink, logit)], -1)
             prob = torch.softmax(with_sink, -1)[..., : logit.shape[-1]]
-            if leaf_sink is not None:
-                # A sink of +inf takes everything; softmax has NaN there.
-                prob = prob.masked_fill((leaf_sink.detach() == torch.inf)[:, None], 0)
             out = prob @ key[..., :value_dim]
         result["out"][rows] = out.detach().to(kv.dtype)
         result["lse"][rows] = logit.detach().logsumexp(-1)
@@ -231,7 +228,9 @@ def _blocks(support: Rows, width: int, device: torch.device) -> Iterator[tuple[T
 
 def _column(sink: Tensor, logit: Tensor) -> Tensor:
     """The sink [h] as one more key of logits [rows, h, n]."""
-    return sink[:, None].expand(logit.shape[0], -1, 1)
+    # A sink of +inf takes everything, as a huge one does; softmax of inf is NaN.
+    finite = torch.where(sink == torch.inf, torch.finfo(sink.dtype).max / 2, sink)
+    return finite[:, None].expand(logit.shape[0], -1, 1)
 
 
 def _accumulation(x: Tensor) -> torch.dtype:
