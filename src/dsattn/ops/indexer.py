@@ -113,6 +113,19 @@ def block_scores_backward(
     return d_queries, d_keys, d_weights
 
 
+def block_weights_gradient(
+    x: IndexerInputs, block: Block, keys: Tensor, d_scores: Float[Tensor, "c n"], seen: Bool[Tensor, "c n"]
+) -> Float[Tensor, "c h_i"]:
+    """The gradient of a block's weights alone; arguments as `block_scores_backward`."""
+    queries, weights = _block_rows(x, block)
+    d_weights = torch.zeros_like(weights)
+    for rows, columns in _tiles(x, d_scores):
+        dots = _dots(x, queries[rows], _tile_keys(keys, rows, columns))
+        dots.masked_fill_(~seen[rows, columns][:, None, :], 0)
+        d_weights[rows] += torch.bmm(dots, d_scores[rows, columns][:, :, None]).squeeze(2)
+    return d_weights.mul_(x.scale)
+
+
 def _block_rows(x: IndexerInputs, block: Block) -> tuple[Float[Tensor, "c h_i d_i"], Float[Tensor, "c h_i"]]:
     """Queries and weights of a block in the dtype of scores."""
     rows = slice(block.q_begin, block.q_end)

@@ -49,7 +49,9 @@ def indexer_kl(
     device, tp_group = x.index_q.device, options.tp_group
     if options.row_mask is not None:
         support = support.masked(options.row_mask)
-    row_weights = _row_weights(support, options, x.dtype)
+    counted, weight = row_weight(support, options, x.dtype)
+    # Chosen, not multiplied: a given count of 0 is right where no row takes part.
+    row_weights = torch.where(counted, weight, 0)
     kl = torch.zeros(support.num_q, dtype=x.dtype, device=device)
     d_index_q = _gradient_buffer(x.index_q) if with_gradients else None
     d_weights = _gradient_buffer(x.weights) if with_gradients else None
@@ -60,7 +62,7 @@ def indexer_kl(
         keys = support.keys(block, x.index_k, x.dtype)
         scores = block_scores(x, block, keys)
         student, student_lse = masked_softmax(scores, seen)
-        kl[rows] = _kl(teacher, scores, student_lse, seen)
+        kl[rows] = row_kl(teacher, scores, student_lse, seen)
         if d_index_q is None or d_weights is None:
             return
         d_scores = (student - teacher).mul_(row_weights[rows, None]).masked_fill_(~seen, 0)
@@ -82,8 +84,10 @@ def indexer_kl(
     return loss, (d_index_q, d_index_k[0].to(d_index_q.dtype), d_weights)
 
 
-def _row_weights(support: Support, options: LossOptions, dtype: torch.dtype) -> Float[Tensor, " t"]:
-    """What the KL of each row is multiplied by; 0 for rows that take no part."""
+def row_weight(
+    support: Support, options: LossOptions, dtype: torch.dtype
+) -> tuple[Bool[Tensor, " t"], Float[Tensor, ""]]:
+    """Which rows take part, and what the KL of each of them is multiplied by, the coefficient included."""
     counted = support.has_keys()
     rows: int | Tensor = 1
     if options.num_rows is not None:
@@ -92,8 +96,7 @@ def _row_weights(support: Support, options: LossOptions, dtype: torch.dtype) -> 
         rows = counted.sum().clamp(min=1)
     # Divided in this dtype: a Python float over a tensor of ints would be fp32.
     weight = (torch.full((), options.coeff, dtype=dtype, device=counted.device) / rows).to(dtype)
-    # Chosen, not multiplied: a given count of 0 is right where no row takes part.
-    return torch.where(counted, weight, 0)
+    return counted, weight
 
 
 def _gradient_buffer(x: Tensor) -> Tensor:
@@ -114,7 +117,7 @@ def _teacher(
     return (teacher / teacher.sum(1, keepdim=True)).masked_fill_(~seen, 0)
 
 
-def _kl(
+def row_kl(
     teacher: Float[Tensor, "c n"],
     scores: Float[Tensor, "c n"],
     student_lse: Float[Tensor, " c"],

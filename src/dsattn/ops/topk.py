@@ -30,7 +30,7 @@ def select(x: IndexerInputs, support: Visible, top_k: int, return_scores: bool) 
         rows = slice(block.q_begin, block.q_end)
         scores = block_scores(x, block, support.keys(block, x.index_k, x.dtype))
         chosen = choose(scores, support.seen(block), lengths[rows], top_k)
-        _compact(chosen, block.k_begin, scores, ids[rows], None if kept is None else kept[rows])
+        compact(chosen, block.k_begin, scores, ids[rows], None if kept is None else kept[rows])
 
     with exact_products(device):
         run_blocks(work, support.blocks(x.dtype.itemsize, 0), device)
@@ -47,8 +47,22 @@ def choose(
     """
     if scores.shape[1] <= top_k:
         return seen
-    order = _order(scores).masked_fill_(~seen, torch.iinfo(_order_dtype(scores.dtype)).min)
+    order = order_of(scores).masked_fill_(~seen, torch.iinfo(_order_dtype(scores.dtype)).min)
     threshold = order.topk(top_k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    return choose_from(order, threshold, seen, counts)
+
+
+def choose_from(
+    order: Int[Tensor, "c n"], threshold: Int[Tensor, "c 1"], seen: Bool[Tensor, "c n"], counts: Int[Tensor, " c"]
+) -> Bool[Tensor, "c n"]:
+    """The keys whose order is above the one of the last selected key, and the first of those that share it.
+
+    Args:
+        order: `order_of` the scores, the least integer at unseen keys.
+        threshold: the order of the key that each row selects last.
+        seen: who sees which key.
+        counts: how many keys each row selects.
+    """
     above = order > threshold
     tied = (order == threshold) & seen
     wanted = counts[:, None] - above.sum(1, keepdim=True)
@@ -59,7 +73,7 @@ def _order_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.int64 if dtype == torch.float64 else torch.int32
 
 
-def _order(scores: Float[Tensor, "c n"]) -> Tensor:
+def order_of(scores: Float[Tensor, "c n"]) -> Int[Tensor, "c n"]:
     """Integers that sort as the scores do (IEEE bits with the negative half flipped); every NaN is the largest."""
     dtype = _order_dtype(scores.dtype)
     bits = scores.view(dtype)
@@ -68,7 +82,7 @@ def _order(scores: Float[Tensor, "c n"]) -> Tensor:
     return flipped.masked_fill_(torch.isnan(scores), largest)
 
 
-def _compact(
+def compact(
     chosen: Bool[Tensor, "c n"], first_key: int, scores: Float[Tensor, "c n"], ids: Tensor, kept: Tensor | None
 ) -> None:
     """Writes the chosen keys of each row to the front of `ids` (and `kept`), in key order."""

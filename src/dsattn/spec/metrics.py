@@ -86,8 +86,9 @@ def compare(
 
         |got - exact| <= factor * max over the row of |plain - exact| + 8 eps * terms
 
-    eps is that of the accumulation dtype (fp32; fp64 for fp64 results). Holding for each row, this holds for the
-    maximum over each batch entry too.
+    eps is that of the accumulation dtype (fp32; fp64 for fp64 results). For a result of lower precision the plain run
+    is one sample of what rounding to it loses; the maximum counts as no less than its bound, half a unit in the last
+    place of the largest number of the row. Holding for each row, this holds for the maximum over each batch entry too.
 
     Args:
         name: what is compared, for `reason`.
@@ -155,9 +156,12 @@ def _measure_block(got: Tensor, exact: Exact, plain: Tensor, factor: float, rows
     floor = FLOOR_EPS * accumulation.eps * terms + _UNDERFLOW * accumulation.smallest_normal
     error = torch.where(finite, (mine - value).abs(), 0.0)
     plain_error = torch.where(finite & yardstick.isfinite(), (yardstick - value).abs(), 0.0)
-    budget = factor * plain_error.amax(-1, keepdim=True) + floor
-    ratio, worst = (error / budget).max(-1)
     finite_value = torch.where(finite, value, 0.0)
+    yard = plain_error.amax(-1, keepdim=True)
+    if got.dtype.itemsize < torch.float32.itemsize:
+        yard = torch.maximum(yard, finite_value.abs().amax(-1, keepdim=True) * (torch.finfo(got.dtype).eps / 2))
+    budget = factor * yard + floor
+    ratio, worst = (error / budget).max(-1)
     # A reference within its own float64 rounding, or below the least number of the result, may rightly come out as 0.
     smallest = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps
     least = FLOOR_EPS * torch.finfo(torch.float64).eps * terms + smallest

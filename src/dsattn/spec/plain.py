@@ -79,7 +79,9 @@ def attention(
 ) -> dict[str, Tensor]:
     """The results `out` [t, h, d_v] and `lse` [t, h]; with `d_out` also `d_q`, `d_kv` and, given a sink, `d_sink`.
 
-    `out` has kv's dtype, lse is fp32 (fp64 for fp64 inputs), gradients have the dtype of their input.
+    `out` has kv's dtype, lse is fp32 (fp64 for fp64 inputs), gradients have the dtype of their input. They are those of
+    a backward that is given `out` as it was returned, rounded to kv's dtype, and takes sum_j prob * d_prob from it as
+    d_out . out: every backward that does not compute the output again loses that much.
 
     Args:
         q: queries.
@@ -107,13 +109,26 @@ def attention(
         result["out"][rows] = out.detach().to(kv.dtype)
         result["lse"][rows] = logit.detach().logsumexp(-1)
         if d_out is not None and d_q is not None:
-            out.backward(d_out.index_select(0, rows).to(dtype))
+            d_block = d_out.index_select(0, rows).to(dtype)
+            _backward_from_rounded(out, with_sink, d_block, kv.dtype)
             d_q[rows] = _gradient(leaf_q, q.dtype)
     if d_q is not None:
         result |= {"d_q": d_q, "d_kv": _gradient(leaf_kv, kv.dtype)}
         if sink is not None and leaf_sink is not None:
             result["d_sink"] = _gradient(leaf_sink, sink.dtype)
     return result
+
+
+def _backward_from_rounded(out: Tensor, logit: Tensor, d_out: Tensor, dtype: torch.dtype) -> None:
+    """The backward of a block in which d_out . out is that of the output rounded to `dtype`.
+
+    A difference e of that product changes the gradient of logit j by -e * prob_j, which is the gradient of
+    -e * log-sum-exp.
+    """
+    lost = (d_out * (out.detach().to(dtype).to(out.dtype) - out.detach())).sum(-1)
+    # A product that is not finite has spoiled the gradient already.
+    lost = torch.where(lost.isfinite(), lost, 0.0)
+    torch.autograd.backward([out, logit.logsumexp(-1)], [d_out, -lost])
 
 
 def indexer_loss(

@@ -1,0 +1,225 @@
+"""A layout as the dense kernels take it: sequences of one launch, with offsets or in a shape that needs none.
+
+The kernels know one causal offset per sequence at best. So a layout is cut into pieces, one per sequence of a launch,
+in one of two forms: as it is, with its offset beside it; or squared, with rows and keys padded at their ends until
+both alignments (top-left and bottom-right) show every row the same keys, so that no offset and no default matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from dsattn.layouts import CausalLayout
+
+# The first call of a kernel with one row breaks on Hopper, and as many offsets as rows may be read as per-row ones.
+MIN_ROWS = 2
+# Sequences of one launch: they are a dimension of its grid.
+MAX_PIECES = 65_535
+# Keys that one launch may hold copies of, times the keys of the call.
+MAX_COPIES = 2
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One sequence of a launch: rows [q_begin, q_end) and keys [k_begin, k_end) of the call, padded at the ends.
+
+    Attributes:
+        q_begin: first query row.
+        q_end: first query row after the last.
+        k_begin: first key row.
+        k_end: first key row after the last that any of the rows sees.
+        offset: causal offset of the first row, at least 0.
+        rows: query rows of the launch, at least q_end - q_begin.
+        keys: key rows of the launch, at least k_end - k_begin.
+    """
+
+    q_begin: int
+    q_end: int
+    k_begin: int
+    k_end: int
+    offset: int
+    rows: int
+    keys: int
+
+    def aligned(self, ratio: int) -> bool:
+        """Whether both alignments give the piece its own offset."""
+        return self.offset == 0 and self.rows == self.keys * ratio
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The sequences of one launch. Folded rows and keys stand one piece after the other.
+
+    Attributes:
+        pieces: the sequences.
+        ratio: key compression.
+    """
+
+    pieces: tuple[Piece, ...]
+    ratio: int
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every alignment that a release may take for granted is the right one."""
+        return all(piece.aligned(self.ratio) for piece in self.pieces)
+
+    @property
+    def offsets(self) -> list[int]:
+        """The causal offset of every piece."""
+        return [piece.offset for piece in self.pieces]
+
+    @cached_property
+    def q_starts(self) -> list[int]:
+        """Where each piece begins in the folded rows, and where the last one ends."""
+        return _starts([piece.rows for piece in self.pieces])
+
+    @cached_property
+    def k_starts(self) -> list[int]:
+        """Where each piece begins in the folded keys, and where the last one ends."""
+        return _starts([piece.keys for piece in self.pieces])
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the longest piece."""
+        return max(piece.rows for piece in self.pieces)
+
+    @property
+    def max_keys(self) -> int:
+        """Keys of the longest piece: the columns of a table of scores."""
+        return max(piece.keys for piece in self.pieces)
+
+    @property
+    def batch(self) -> int | None:
+        """The number of pieces where all are of one size, so that the launch is a BSHD one; else None."""
+        sizes = {(piece.rows, piece.keys) for piece in self.pieces}
+        return len(self.pieces) if len(sizes) == 1 else None
+
+    def alone(self) -> Iterator[Fold]:
+        """Every piece as a launch of its own."""
+        return (Fold((piece,), self.ratio) for piece in self.pieces)
+
+    def queries(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """The folded rows of a per-row tensor x [t, ...]; `fill` in padding."""
+        return _gathered(x, [(p.q_begin, p.q_end, p.rows) for p in self.pieces], fill)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """The folded keys of a per-key tensor x [s, ...]; 0 in padding."""
+        return _gathered(x, [(p.k_begin, p.k_end, p.keys) for p in self.pieces], 0.0)
+
+    def lengths(self, device: torch.device) -> Tensor:
+        """How many of its piece's keys each folded row sees, int32 [T]; 0 in padding."""
+        return _lengths(self, device)
+
+    def seen(self, device: torch.device) -> Tensor:
+        """Which columns of a table of scores each folded row sees, bool [T, max_keys]."""
+        columns = torch.arange(self.max_keys, dtype=torch.int32, device=device)
+        return columns < self.lengths(device)[:, None]
+
+    def parts(self) -> Iterator[tuple[Piece, slice, slice]]:
+        """Each piece with its rows (without padding) among the folded rows, and its keys among the folded keys."""
+        for piece, q, k in zip(self.pieces, self.q_starts, self.k_starts, strict=False):
+            yield piece, slice(q, q + piece.q_end - piece.q_begin), slice(k, k + piece.k_end - piece.k_begin)
+
+
+def folds(layout: CausalLayout, *, squared: bool, elements: int) -> tuple[Fold, ...]:
+    """The launches that cover every row that sees a key, in row order.
+
+    Args:
+        layout: who sees whom.
+        squared: bring every piece into the form that needs no offset.
+        elements: entries that one table of scores may have; a single row may need more.
+    """
+    return _folds(layout, squared, elements)
+
+
+@lru_cache(maxsize=64)
+def _folds(layout: CausalLayout, squared: bool, elements: int) -> tuple[Fold, ...]:
+    found: list[Fold] = []
+    held: list[Piece] = []
+    for piece in _pieces(layout, squared, elements):
+        together = [*held, piece]
+        table = sum(p.rows for p in together) * max(p.keys for p in together)
+        copies = sum(p.keys for p in together)
+        if held and (table > elements or copies > MAX_COPIES * layout.num_k or len(held) == MAX_PIECES):
+            found.append(Fold(tuple(held), layout.ratio))
+            together = [piece]
+        held = together
+    if held:
+        found.append(Fold(tuple(held), layout.ratio))
+    return tuple(found)
+
+
+def _pieces(layout: CausalLayout, squared: bool, elements: int) -> Iterator[Piece]:
+    for segment in layout.segments:
+        if segment.k_len == 0:
+            continue
+        # Rows before the first position see nothing.
+        begin = max(0, -segment.q_offset)
+        while begin < segment.q_len:
+            # Beyond this every row sees all keys: a smaller offset says the same, and is padded to less.
+            offset = min(segment.q_offset + begin, segment.k_len * layout.ratio - 1)
+            rows = _rows_that_fit(offset, segment.q_len - begin, segment.k_len, layout.ratio, elements)
+            seen = min((offset + rows) // layout.ratio, segment.k_len)
+            if seen > 0:
+                keys = _squared_keys(offset, rows, layout.ratio) if squared else seen
+                yield Piece(
+                    q_begin=segment.q_start + begin,
+                    q_end=segment.q_start + begin + rows,
+                    k_begin=segment.k_start,
+                    k_end=segment.k_start + seen,
+                    offset=offset,
+                    rows=keys * layout.ratio - offset if squared else max(rows, MIN_ROWS),
+                    keys=keys,
+                )
+            begin += rows
+
+
+def _squared_keys(offset: int, rows: int, ratio: int) -> int:
+    """The least number of keys at which rows = keys * ratio - offset are as many as there are, and `MIN_ROWS`."""
+    return -(-(offset + max(rows, MIN_ROWS)) // ratio)
+
+
+def _rows_that_fit(offset: int, rows: int, keys: int, ratio: int, elements: int) -> int:
+    """How many of the rows a table of `elements` entries can hold, at least one."""
+    if rows * min((offset + rows) // ratio, keys) <= elements:
+        return rows
+    # Each row sees at most what the last one does, so this many rows fit whatever they see.
+    fit = max(1, elements // max(1, min((offset + rows) // ratio, keys)))
+    return min(rows, fit)
+
+
+def _starts(sizes: list[int]) -> list[int]:
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    return starts
+
+
+def _gathered(x: Tensor, ranges: list[tuple[int, int, int]], fill: float) -> Tensor:
+    """Row ranges of x one after the other, each padded at its end to its own length."""
+    whole = all(end - begin == size for begin, end, size in ranges)
+    joined = all(ranges[i][1] == ranges[i + 1][0] for i in range(len(ranges) - 1))
+    if whole and joined:
+        return x[ranges[0][0] : ranges[-1][1]]
+    gathered = x.new_full((sum(size for _, _, size in ranges), *x.shape[1:]), fill)
+    at = 0
+    for begin, end, size in ranges:
+        gathered[at : at + end - begin] = x[begin:end]
+        at += size
+    return gathered
+
+
+@lru_cache(maxsize=64)
+def _lengths(fold: Fold, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        parts = []
+        for piece in fold.pieces:
+            rows = torch.arange(piece.rows, dtype=torch.int64, device="cpu")
+            seen = ((piece.offset + rows + 1) // fold.ratio).clamp(max=piece.k_end - piece.k_begin)
+            parts.append(torch.where(rows < piece.q_end - piece.q_begin, seen, 0))
+        return torch.cat(parts).to(torch.int32).to(device)
