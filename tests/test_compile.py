@@ -127,10 +127,55 @@ for op, arguments, keywords in calls:
 print("checked", len(calls))
 """
 
+DIRECTIONS = """
+from dsattn.backends import TorchBackend
+from dsattn.functional import problems
+
+class OneWay(TorchBackend):
+    def __init__(self, name, backward):
+        self.name, self.backward, self.ran = name, backward, []
+
+    def supports(self, problem):
+        return None if problem.backward == self.backward else "another direction"
+
+    def dense_attention(self, *arguments):
+        self.ran.append("forward")
+        return super().dense_attention(*arguments)
+
+    def dense_attention_backward(self, *arguments):
+        self.ran.append("backward")
+        return super().dense_attention_backward(*arguments)
+
+layout = CausalLayout.packed([0, 20, 50])
+q, kv, *_ = tensors(50)
+
+def attend(backend):
+    return dsattn.dense_attention(q, kv, layout, value_dim=16, softmax_scale=0.2, backend=backend)
+
+expected = torch.autograd.grad(attend("torch").cos().sum(), (q, kv))
+fore, back = OneWay("fore", False), OneWay("back", True)
+problems.ordered = lambda: (fore, back)
+compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+found = torch.autograd.grad(compiled("auto").cos().sum(), (q, kv))
+assert all(torch.equal(*pair) for pair in zip(found, expected))
+assert (fore.ran, back.ran) == (["forward"], ["backward"]), (fore.ran, back.ran)
+try:
+    compiled("fore")
+except dsattn.UnsupportedProblem as error:
+    print(error)
+assert fore.ran == ["forward"], fore.ran
+"""
+
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [(PACKINGS, "graphs"), (NUMBERS, "numbers change"), (CHECKPOINT, "checkpointed"), (OPCHECK, "checked 12")],
+    [
+        (PACKINGS, "graphs"),
+        (NUMBERS, "numbers change"),
+        (CHECKPOINT, "checkpointed"),
+        (OPCHECK, "checked 12"),
+        (DIRECTIONS, "the backward of dense_attention on backend 'fore'"),
+    ],
     ids=lambda x: x[:12],
 )
 def test_in_a_fresh_interpreter(code: str, said: str, run_python: RunPython) -> None:

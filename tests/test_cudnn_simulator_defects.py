@@ -84,6 +84,12 @@ def gives_ids_outside_the_row(f: SimulatedFrontend) -> bool:
     return any(bool((row >= 40).any()) or len(set(row.tolist())) < 8 for table in ids for row in table)
 
 
+def refuses_an_odd_number(f: SimulatedFrontend) -> bool:
+    values, lengths = torch.zeros(2, 400), int32(400, 400)
+    assert f.indexer_top_k_wrapper(values, lengths, 302)["indices"].shape == (2, 302)
+    return raises(AssertionError, "vecsize", lambda: f.indexer_top_k_wrapper(values, lengths, 301))
+
+
 def overflows(f: SimulatedFrontend, rows: int, columns: int) -> bool:
     # Nothing is computed on a tensor that has no memory: without the defect the call ends in another error.
     values = torch.empty(rows, columns, device="meta")
@@ -132,6 +138,14 @@ def trips_over_an_empty_row(f: SimulatedFrontend) -> bool:
     if raises(RuntimeError, "hangs", lambda: f.sparse_attention_backward_wrapper(**call)):
         return True
     return bool(f.sparse_attention_backward_wrapper(**call)["dq"][1].isnan().any())
+
+
+def overflows_in_the_tail(f: SimulatedFrontend) -> bool:
+    call, _ = attention_inputs(ids_of([3, 0], [1]), sink=None)
+    # Every logit is -4.5 * 512 / sqrt(512), about -102.
+    call |= {"q": torch.full_like(call["q"], -4.5), "kv": torch.ones_like(call["kv"])}
+    call["lse"] = torch.full_like(call["lse"], -4.5 * 512**0.5)
+    return bool(f.sparse_attention_backward_wrapper(**call, topk_length=int32(2, 1))["dq"].isnan().any())
 
 
 def numbers_slots_wrongly(f: SimulatedFrontend) -> bool:
@@ -184,6 +198,7 @@ SHOWS: dict[str, Callable[[SimulatedFrontend], bool]] = {
     "sm90-dk-race": lambda f: sparse_backward_is_off(f, "d_index_k"),
     "sm90-attn-bwd-h64": lambda f: attention_is_off(f, 32, "dq"),
     "top-k-lanes-past-row": gives_ids_outside_the_row,
+    "top-k-odd": refuses_an_odd_number,
     "top-k-scratch-overflow": lambda f: overflows(f, 30_000, 40_000),
     "top-k-chunk-off-by-one": lambda f: overflows(f, 16, 1 << 27) and not overflows(f, 30_000, 40_000),
     "sm90-thd-offsets-misaligned": misaligned_by_the_wrapper,
@@ -191,6 +206,7 @@ SHOWS: dict[str, Callable[[SimulatedFrontend], bool]] = {
     "sm90-sq1-strides-dense": lambda f: breaks_for_one_row(lambda rows: dense_scores(f, rows)),
     "attn-bwd-ids-unchecked": reads_ids_of_no_key,
     "attn-bwd-empty-row": trips_over_an_empty_row,
+    "sm90-attn-bwd-tail": overflows_in_the_tail,
     "sm100-attn-bwd-576-sink": lambda f: attention_is_off(f, 64, "dq", 576, sink=3.0),
     "sm100-attn-bwd-dkv-race": lambda f: attention_is_off(f, 64, "dkv", 576),
     "sm100-attn-score-topk-length": cannot_compile_with_a_length,

@@ -212,8 +212,8 @@ FAULTS: dict[str, list[tuple[str, Off]]] = {
     "far-below": [("indexer_topk", MaskOfFp16()), ("indexer_topk", rounded(torch.float16))],
     "far-below-grid": [("indexer_topk", MaskOfFp16()), ("indexer_topk", rounded(torch.float16))],
     "wide": [
-        ("indexer_loss:selected", Divergence("_kl", with_epsilon)),
-        ("indexer_loss:visible", Divergence("_kl", with_epsilon)),
+        ("indexer_loss:selected", Divergence("row_kl", with_epsilon)),
+        ("indexer_loss:visible", Divergence("row_kl", with_epsilon)),
         ("indexer_loss:selected", Divergence("block_scores_backward", where_there_is_mass)),
         ("indexer_loss:visible", Divergence("block_scores_backward", where_there_is_mass)),
     ],

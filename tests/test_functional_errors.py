@@ -176,7 +176,7 @@ KINDS: list[Kind] = [
     Kind("attend", "dense", "'dense'", "'selected', 'visible'"),
     Kind("attend", None, "None", "'selected', 'visible'"),
     Kind("loss", "kl", "'kl'", "'none', 'selected', 'visible'"),
-    Kind("backend", "cuda", "'cuda'", "'auto', 'torch'"),
+    Kind("backend", "cuda", "'cuda'", "'auto', 'cudnn', 'flash_mla', 'torch'"),
     Kind("backend", None, "NoneType", "a name of backends()"),
 ]
 

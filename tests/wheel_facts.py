@@ -75,6 +75,11 @@ SEEN: list[tuple[str, str, Seen]] = [
     ("indexer_top_k/api.py", r"torch_stream_context", at("indexer_top_k", "stream", "caller")),
     ("indexer_top_k/api.py", r"INPUT_ALIGN", at("indexer_top_k", "aligned", ())),
     ("indexer_top_k/api.py", r"cache_key = \(\s+input_values\.device", without("cache-ignores-device")),
+    (
+        "indexer_top_k/indexer_top_k_varlen_util.py",
+        r"2 if self\.top_k % 2 == 0 else 1",
+        without("top-k-odd"),
+    ),
     (TOP_K, r"int32_max = ", without("top-k-scratch-overflow")),
     (TOP_K, r"int32_max // elems_per_row \+ 1", with_("top-k-chunk-off-by-one")),
     (
@@ -112,6 +117,12 @@ SEEN: list[tuple[str, str, Seen]] = [
     ),
     (SLOTS100, r"metadata_mbar_ptr", without("sm100-score-race")),
     (SLOTS100, r"should_copy_tmem", with_("sm100-attn-score-topk-length")),
+    # With topk_length the ids say nothing about which slots are used.
+    (
+        SLOTS100,
+        r"if pos >= topK_epi:\s+rScores\[ei\] = -Float32\.inf\s+else:",
+        at("sparse_indexer_score_recompute", "hole", "stale key"),
+    ),
     (
         SCORES100,
         r"Indexer score requires head_dim=128",
@@ -185,6 +196,7 @@ SEEN: list[tuple[str, str, Seen]] = [
         r"if cutlass\.const_expr\(self\.same_hdim_kv\):\s+attn_sink_bh",
         with_("sm100-attn-bwd-576-sink"),
     ),
+    ("sparse_attention_backward/dsa_bwd_sm90.py", r"sValid", without("sm90-attn-bwd-tail")),
     ("sparse_attention_backward/dsa_bwd_sm100.py", r"t2r_dKV23_done_barrier", without("sm100-attn-bwd-dkv-race")),
 ]
 

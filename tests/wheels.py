@@ -5,52 +5,36 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
-import tempfile
 import zipfile
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from conftest import ROOT
 from packaging.version import Version
-from platformdirs import user_cache_path
 
+from dsattn import wheels
 from dsattn.backends.cudnn.contracts import Parameter, distribution, releases
 from dsattn.backends.cudnn.contracts_table import parameters_of
-
-# One build of each release, whatever machine asks: their Python is the same.
-BUILD = ["--only-binary=:all:", "--python-version=3.11", "--implementation=cp", "--platform=manylinux_2_28_x86_64"]
-QUIET = ["--disable-pip-version-check", "--retries=1", "--timeout=20"]
-
-
-class Unreachable(Exception):
-    """The package index cannot be reached."""
+from dsattn.errors import BadInput
+from dsattn.wheels import Unreachable
 
 
 def cache_folder() -> Path:
     """Where wheels are kept: $DSATTN_CACHE_DIR, in CI the project's .cache, else the user's cache."""
-    named = os.environ.get("DSATTN_CACHE_DIR")
-    if named:
-        return Path(named) / "wheels"
-    return (ROOT / ".cache" if os.environ.get("CI") else user_cache_path("dsattn")) / "wheels"
-
-
-def pip(*arguments: str) -> str:
-    """What pip prints.
-
-    Raises:
-        Unreachable: it fails, for which the index is the only outside cause here.
-    """
-    done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise Unreachable(done.stderr.strip())
-    return done.stdout
+    local = os.environ.get("CI") and not os.environ.get("DSATTN_CACHE_DIR")
+    return (ROOT / ".cache" if local else wheels.cache_folder()) / "wheels"
 
 
 def served() -> list[Version]:
-    """The releases on the index that have a DSA, oldest first."""
-    printed = pip("index", "versions", distribution()["name"], *QUIET, *BUILD)
+    """The releases on the index that have a DSA, oldest first.
+
+    Raises:
+        Unreachable: pip fails, for which the index is the only outside cause here.
+    """
+    try:
+        printed = wheels.pip("index", "versions", distribution()["name"], *wheels.build())
+    except BadInput as error:
+        raise Unreachable("package index", given=str(error)) from error
     listed = re.search(r"^Available versions:(.*)$", printed, re.MULTILINE)
     found = [Version(text.strip()) for text in listed[1].split(",")] if listed else []
     if not found:
@@ -60,16 +44,7 @@ def served() -> list[Version]:
 
 def wheel(version: Version) -> Path:
     """The wheel of a release, downloaded on first use."""
-    name = f"{distribution()['name'].replace('-', '_')}-{version}-*.whl"
-    folder = cache_folder()
-    for kept in folder.glob(name):
-        return kept
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as fresh:
-        pip("download", "--no-deps", f"--dest={fresh}", *QUIET, *BUILD, f"{distribution()['name']}=={version}")
-        (downloaded,) = Path(fresh).glob(name)
-        # Another test process may have been faster; a rename replaces its file with the same one, whole.
-        return downloaded.replace(folder / downloaded.name)
+    return wheels.wheel(distribution()["name"], version, cache_folder())
 
 
 class Sources:

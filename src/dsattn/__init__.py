@@ -5,6 +5,7 @@ from dsattn.errors import BackendMissing, BadInput, ContractDrift, DsattnError, 
 from dsattn.functional import (
     DSAOutput,
     attach_loss,
+    audit,
     capture,
     dense_attention,
     dsa_attention,
@@ -12,6 +13,7 @@ from dsattn.functional import (
     indexer_loss,
     indexer_scores,
     indexer_topk,
+    prepare,
     sparse_attention,
 )
 from dsattn.layouts import CausalLayout, Segment, TopK, context_parallel_positions, gather_order
@@ -29,6 +31,7 @@ __all__ = [
     "TopK",
     "UnsupportedProblem",
     "attach_loss",
+    "audit",
     "backends",
     "capture",
     "context_parallel_positions",
@@ -39,5 +42,6 @@ __all__ = [
     "indexer_loss",
     "indexer_scores",
     "indexer_topk",
+    "prepare",
     "sparse_attention",
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dsattn.backends.base import Backend
+from dsattn.backends.cudnn.backend import CudnnBackend
 from dsattn.backends.dispatch import choose, find, name_of
+from dsattn.backends.flash_mla import FlashMLABackend
 from dsattn.backends.torch_backend import TorchBackend
 
-_ORDER: tuple[Backend, ...] = (TorchBackend(),)
+_ORDER: tuple[Backend, ...] = (CudnnBackend(), FlashMLABackend(), TorchBackend())
 
 
 def ordered() -> tuple[Backend, ...]:
@@ -19,4 +21,14 @@ def backends() -> tuple[str, ...]:
     return tuple(backend.name for backend in _ORDER if backend.missing() is None)
 
 
-__all__ = ["Backend", "TorchBackend", "backends", "choose", "find", "name_of", "ordered"]
+__all__ = [
+    "Backend",
+    "CudnnBackend",
+    "FlashMLABackend",
+    "TorchBackend",
+    "backends",
+    "choose",
+    "find",
+    "name_of",
+    "ordered",
+]

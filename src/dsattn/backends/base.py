@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from dsattn.layouts import CausalLayout, TopK
+from dsattn.layouts import CausalLayout, DeviceLayout, TopK
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
 from dsattn.spec.problem import Problem
 
 IndexerGradients = tuple[Tensor, Tensor, Tensor]
 AttentionGradients = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Launch(NamedTuple):
+    """What kernels are told of the sequences of a launch, which may decide what is compiled.
+
+    Attributes:
+        batched: all sequences are of one size and make a batch; else their ends are told.
+        offsets: causal offsets are needed; else every sequence is a square from its first position on.
+    """
+
+    batched: bool
+    offsets: bool
 
 
 class Backend(ABC):
@@ -22,14 +36,49 @@ class Backend(ABC):
     """
 
     name: str
+    checked: bool = False
+    """Whether a kernel is used only after it was shown right on this machine; see `dsattn.backends.trust`."""
+    package: str | None = None
+    """The importable package whose files decide what the kernels compute; None where none alone does."""
 
     @abstractmethod
     def missing(self) -> str | None:
         """Why this backend cannot be used on this machine (package, compiler or device absent); None if it can."""
 
+    def about(self) -> str:
+        """What was found where the backend can be used, as release and device, in a few words, or ""."""
+        return ""
+
     @abstractmethod
     def supports(self, problem: Problem) -> str | None:
-        """Why this backend does not take `problem`; None if it does. A pure function that runs nothing."""
+        """Why this backend does not take `problem`; None if it does. A pure function that runs nothing.
+
+        A problem has a direction: with `problem.backward` the operator's backward is asked for, else its forward. Each
+        may be taken without the other: a backward gets `out` and `lse` of whichever backend ran the forward.
+        """
+
+    def non_finite(self, problem: Problem) -> str | None:
+        """Why NaN and infinities in the inputs do not come out as docs/semantics says; None if they do.
+
+        A pure function, asked of problems that this backend takes, in either direction.
+        """
+        return None
+
+    def launches(self, problem: Problem) -> frozenset[Launch]:
+        """The kinds of launches that the problem needs, each of which is checked by itself; none where nothing runs.
+
+        A pure function, asked at every call of problems that a checked backend takes.
+        """
+        return launches_of(problem)
+
+    def identity(self, device: torch.device) -> dict[str, str] | None:
+        """What the numbers of the kernels on `device` hang on: versions and digests by name.
+
+        None for a stand-in, and for what cannot be told: a verdict on it is kept in memory only.
+        """
+        from dsattn.backends.trust.keys import package_identity
+
+        return None if self.package is None else package_identity(self.package)
 
     def indexer_scores(self, x: IndexerInputs, layout: CausalLayout) -> Tensor:
         """Scores [t, s], -inf at unseen keys."""
@@ -79,3 +128,17 @@ class Backend(ABC):
         in the dtypes of index_q, index_k and weights (fp32 for fp16) come beside it.
         """
         raise NotImplementedError
+
+
+def launches_of(problem: Problem) -> frozenset[Launch]:
+    """The launches of a backend that hands the layout of a problem to its kernels as it is."""
+    layout = problem.layout
+    if problem.num_q == 0 or problem.num_k == 0:
+        return frozenset()
+    if layout is None:
+        return frozenset({Launch(batched=False, offsets=False)})
+    if isinstance(layout, DeviceLayout):
+        return frozenset({Launch(batched=False, offsets=True)})
+    sizes = {(segment.q_len, segment.k_len) for segment in layout.segments}
+    offsets = any(s.q_offset != 0 or s.q_len != s.k_len * layout.ratio for s in layout.segments)
+    return frozenset({Launch(len(sizes) == 1, offsets)}) if sizes else frozenset()

@@ -1,6 +1,6 @@
 """The command `dsattn`, one file per command.
 
-The packages that only the commands need (rich, jinja2) are imported when a command runs, so that the library
+The packages that only the commands need (rich, jinja2, griffe) are imported when a command runs, so that the library
 works without them.
 """
 
@@ -14,7 +14,14 @@ from dsattn.errors import DsattnError
 
 USAGE = 2
 INTERRUPTED = 130
-_NEEDED = ("rich", "jinja2")
+# Module -> the distribution that has it.
+_NEEDED = {
+    "rich": "rich",
+    "jinja2": "jinja2",
+    "packaging": "packaging",
+    "platformdirs": "platformdirs",
+    "griffe": "griffelib",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in _NEEDED:
             raise
-        return _complain(f"the command needs the package {package}: pip install {package}")
+        return _complain(f"the command needs the package {package}: pip install {_NEEDED[package]}")
     except DsattnError as error:
         return _complain(str(error))
     except BrokenPipeError:

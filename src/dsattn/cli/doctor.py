@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json as json_format
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,34 @@ from rich.table import Table
 from rich.text import Text
 
 from dsattn.backends import Backend, ordered
+from dsattn.integrations import megatron_status
 from dsattn.layouts import CausalLayout
-from dsattn.spec.problem import OPERATORS, AttentionSizes, IndexerSizes, Operator, Problem
+from dsattn.spec.problem import OPERATORS, WITH_BACKWARD, AttentionSizes, IndexerSizes, Operator, Problem
 from dsattn.verify.environment import devices, environment, package_version
 from dsattn.verify.records import write
 from dsattn.verify.report import console
 
-_PACKAGES = ("torch", "jaxtyping", "rich", "jinja2", "packaging", "safetensors", "matplotlib")
+_PACKAGES = (
+    "torch",
+    "jaxtyping",
+    "rich",
+    "jinja2",
+    "packaging",
+    "safetensors",
+    "matplotlib",
+    "nvidia-cudnn-frontend",
+    "nvidia-cutlass-dsl",
+    "flash_mla",
+    "triton",
+)
 _ROWS = 4096
 
 
 DESCRIPTION = """\
 Show what is installed here, and which operator runs on what, and why not.
 
-Every answer is a backend's own, asked for DeepSeek-V3.2's sizes in bf16 with gradients."""
+Every answer is a backend's own, asked for DeepSeek-V3.2's sizes in bf16 with gradients. Forward and backward of an
+operator may run on different backends, so each is asked for."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,13 +56,19 @@ def main(*, json: Path | None) -> int:
     facts = Table(show_header=False, box=None)
     for name, value in {**found["environment"], **{f"package {k}": v for k, v in found["packages"].items()}}.items():
         facts.add_row(name, "\n".join(value) if isinstance(value, list) else str(value))
+    for name, state in found["backends"].items():
+        facts.add_row(f"backend {name}", Text(state, "" if name in found["usable"] else "yellow"))
+    facts.add_row("Megatron-LM", Text(found["megatron"]))
     out.print(facts)
     answers = Table(title="operators, DeepSeek-V3.2 sizes, bf16", title_justify="left", title_style="bold")
     for name in ("operator", "backend", "device", "runs"):
         answers.add_column(name)
     for answer in found["operators"]:
+        if answer["backend"] not in found["usable"]:
+            continue
         runs = Text("yes", "green") if answer["runs"] else Text(f"no: {answer['reason']}", "yellow")
-        answers.add_row(answer["operator"], answer["backend"], answer["device"], runs)
+        asked = f"{answer['operator']} backward" if answer["backward"] else answer["operator"]
+        answers.add_row(asked, answer["backend"], answer["device"], runs)
     out.print(answers)
     if json is not None:
         write(json, json_format.dumps(found, indent=1) + "\n")
@@ -54,24 +76,28 @@ def main(*, json: Path | None) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Environment, package versions, and each operator x backend x device with yes or the reason why not."""
+    """What is installed, and each direction of an operator x backend x device: yes, or why not."""
     answers = []
     for operator in OPERATORS:
-        for backend in ordered():
-            for device in devices():
-                reason = ask(backend, problem(operator, device))
-                answers.append(
-                    {
-                        "operator": operator,
-                        "backend": backend.name,
-                        "device": str(device),
-                        "runs": reason is None,
-                        "reason": reason or "",
-                    }
-                )
+        directions = (False, True) if operator in WITH_BACKWARD else (False,)
+        for backward, backend, device in product(directions, ordered(), devices()):
+            reason = ask(backend, replace(problem(operator, device), backward=backward))
+            answers.append(
+                {
+                    "operator": operator,
+                    "backward": backward,
+                    "backend": backend.name,
+                    "device": str(device),
+                    "runs": reason is None,
+                    "reason": reason or "",
+                }
+            )
     return {
         "environment": environment(),
+        "backends": {backend.name: backend.missing() or backend.about() or "usable" for backend in ordered()},
+        "usable": [backend.name for backend in ordered() if backend.missing() is None],
         "packages": {name: package_version(name) or "not installed" for name in _PACKAGES},
+        "megatron": megatron_status.status(),
         "operators": answers,
     }
 
@@ -84,7 +110,9 @@ def ask(backend: Backend, asked: Problem) -> str | None:
 def problem(operator: Operator, device: torch.device) -> Problem:
     """A call of an operator in DeepSeek-V3.2's sizes: one document, bf16, with gradients."""
     indexer = IndexerSizes(heads=64, width=128, dtype=torch.bfloat16, weights_dtype=torch.float32)
-    attention = AttentionSizes(heads=128, key_width=576, value_width=512, dtype=torch.bfloat16)
+    # The loss reads no values, so its rows are all key.
+    value_width = 576 if operator == "indexer_loss" else 512
+    attention = AttentionSizes(heads=128, key_width=576, value_width=value_width, dtype=torch.bfloat16)
     selects = operator in ("indexer_topk", "sparse_attention", "indexer_loss")
     return Problem(
         operator=operator,

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from dsattn.backends.cudnn.contracts_table import ARCHS
 from dsattn.errors import BadInput
-from dsattn.verify import captured, self_test_report, suites
+from dsattn.verify import captured, frontend_defaults, self_test_report, simulated, suites
 from dsattn.verify import self_test as tests
 from dsattn.verify.environment import environment
+from dsattn.verify.frontend_defaults.suite import checks
+from dsattn.verify.pool import Request, WorkerDied, processes_for, run_in_processes
 from dsattn.verify.records import Record, Report, write
 from dsattn.verify.report import console, show
-from dsattn.verify.run import Task, operators_of, run
+from dsattn.verify.run import operators_of, run
 from dsattn.verify.suites import SUITES, Suite
 
+DEFAULTS: Suite = "frontend-defaults"
+Advance = Callable[[str, int, int], None]
 DESCRIPTION = """\
 Compare every operator with the float64 oracle, forward and backward.
 
@@ -33,8 +40,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite",
         choices=SUITES,
-        help="quick (every named case; the default), real-text (the Python standard library's sources as text) or full "
-        "(the named cases also in fp64, and real text of thousands of rows); repeat it for several",
+        help="quick (every named case; the default), real-text (the Python standard library's sources as text), full "
+        "(the named cases also in fp64, and real text of thousands of rows) or frontend-defaults (what the cuDNN "
+        "frontend's defaults do to a caller who relies on them); repeat it for several",
         **several,
     )
     parser.add_argument(
@@ -63,6 +71,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", help="fp32, bf16, fp16 or fp64 in place of the suite's own")
     parser.add_argument(
+        "--cudnn-version",
+        metavar="VERSION",
+        help="run the backend cudnn on a stand-in for this release of the cuDNN frontend, on the CPU and without it: "
+        "bf16 unless --dtype says otherwise, and in the suite full small text only, since a stand-in shows what a "
+        "kernel means and not its size; 'all' for every known release; repeat it for several",
+        **several,
+    )
+    parser.add_argument(
+        "--arch",
+        choices=ARCHS,
+        help="with --cudnn-version: only this architecture, Hopper or Blackwell; repeat it for both (default: both)",
+        **several,
+    )
+    parser.add_argument(
         "--self-test",
         action="store_true",
         help="check that wrong operators are found: each of many faults must turn its checks red; takes --device "
@@ -87,6 +109,8 @@ def main(
     backend: Sequence[str],
     device: str | None,
     dtype: str | None,
+    cudnn_version: Sequence[str],
+    arch: Sequence[str],
     self_test: bool,
     verbose: bool,
     dump: Path | None,
@@ -96,29 +120,53 @@ def main(
     """Runs `dsattn verify`; its exit code."""
     if self_test:
         others = {"suite": suite, "case": case, "list": list, "backend": backend, "dtype": dtype, "html": html}
-        for name, value in {**others, "inputs": inputs, "dump": dump}.items():
-            if value:
-                raise BadInput("--self-test", given=f"with --{name}", needed="only --device, --verbose and --json")
+        others |= {"inputs": inputs, "dump": dump, "cudnn-version": cudnn_version, "arch": arch}
+        _refuse("--self-test", others, "only --device, --verbose and --json")
         return _self_test(device, verbose=verbose, json=json)
-    chosen: Sequence[Suite] = tuple(dict.fromkeys(suite or ([] if inputs else ["quick"])))
+    chosen: tuple[Suite, ...] = tuple(dict.fromkeys(suite or ([] if inputs else ["quick"])))
+    given = {"case": case, "dtype": dtype, "inputs": inputs, "backend": backend, "device": device, "dump": dump}
+    if DEFAULTS in chosen:
+        needed = "only --suite, --list, --cudnn-version, --arch, --verbose, --json and --html"
+        _refuse(f"--suite {DEFAULTS}", given, needed)
+    if arch and not cudnn_version and DEFAULTS not in chosen:
+        raise BadInput("--arch", given="without --cudnn-version", fix="name a release to simulate, or all")
+    releases = simulated.chosen(cudnn_version, arch)
+    where = torch.device("cpu") if device is None and releases else _device(device)
+    options: dict[str, Any] = {"cases": case, "dtype": dtype, "inputs": inputs, "releases": releases}
     if list:
-        for name, value in {"backend": backend, "json": json, "html": html, "dump": dump}.items():
-            if value:
-                raise BadInput("--list", given=f"with --{name}", needed="only --suite, --case, --dtype and --inputs")
-        _list(chosen, case, dtype, inputs)
+        needed = "only --suite, --case, --dtype, --inputs, --cudnn-version and --arch"
+        _refuse("--list", {"backend": backend, "json": json, "html": html, "dump": dump}, needed)
+        _list(chosen, options)
         return 0
     _check_files(json, html)
-    where = _device(device)
     dumped = None if dump is None else captured.Dump(dump)
-    options = {"dtype": dtype, "inputs": inputs, "dump": dumped}
-    tasks, records = suites.plan(chosen, cases=case, backends=backend, device=where, **options)
-    report = Report(environment=environment(), records=[*_with_progress(tasks), *records])
+    request = Request(chosen, {**options, "backends": backend, "device": where, "dump": dumped})
+    try:
+        with _progress() as advance:
+            records = [*_records(request, advance), *_defaults(chosen, releases, arch, advance)]
+    except WorkerDied as error:
+        print(f"dsattn: {error}", file=sys.stderr)
+        return 1
+    report = Report(environment=environment(), records=records)
+    if releases:
+        report.environment["releases"] = simulated.notes(releases)
     show(report, console(), verbose=verbose)
     if json is not None:
         write(json, report.as_json())
     if html is not None:
         write(html, import_module("dsattn.verify.page").page(report))
     return 0 if report.holds else 1
+
+
+def _refuse(option: str, others: dict[str, Any], needed: str) -> None:
+    """That an option has none of the others beside it.
+
+    Raises:
+        BadInput: it has.
+    """
+    for name, value in others.items():
+        if value:
+            raise BadInput(option, given=f"with --{name}", needed=needed)
 
 
 def _self_test(device: str | None, *, verbose: bool, json: Path | None) -> int:
@@ -149,14 +197,19 @@ def _check_files(json: Path | None, html: Path | None) -> None:
         import_module("jinja2")
 
 
-def _list(chosen: Sequence[Suite], cases: Sequence[str], dtype: str | None, inputs: Sequence[Path]) -> None:
-    options = {"device": torch.device("cpu"), "dtype": dtype, "inputs": inputs}
-    tasks, _ = suites.plan(chosen, cases=cases, backends=["torch"], **options)
-    subjects = {(task.subject.suite, task.subject.case.name): task.subject for task in tasks}
-    width = max(len(name) for _, name in subjects)
-    for (suite, name), subject in subjects.items():
+def _list(chosen: Sequence[Suite], options: dict[str, Any]) -> None:
+    backends = [] if options["releases"] else ["torch"]
+    tasks, _ = suites.plan(chosen, **options, backends=backends, device=torch.device("cpu"))
+    subjects = {id(task.subject): task.subject for task in tasks}.values()
+    lines = [(one.suite, one.case.name, one.case.shows, ", ".join(operators_of(one))) for one in subjects]
+    if DEFAULTS in chosen:
+        for check in checks():
+            shows = f"{', '.join(check.wrappers)}, called as for 1.25 and as dsattn does"
+            lines.append((DEFAULTS, check.case, shows, check.operator))
+    suite_width, width = (max(len(line[column]) for line in lines) for column in range(2))
+    for suite, name, shows, operators in lines:
         # Plain lines: a pipe may search them, and nothing is folded.
-        print(f"{suite:9}  {name:{width}}  {subject.case.shows}  [{', '.join(operators_of(subject))}]")
+        print(f"{suite:{suite_width}}  {name:{width}}  {shows}  [{operators}]")
 
 
 def _device(name: str | None) -> torch.device:
@@ -178,18 +231,42 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _with_progress(tasks: Sequence[Task]) -> list[Record]:
-    """The records of all tasks."""
+def _records(request: Request, advance: Advance) -> list[Record]:
+    """The records of all checks, and of every backend that is absent here and was not named."""
+    if request.suites == (DEFAULTS,):
+        return []
+    tasks, absent = suites.plan(request.suites, **request.options)
+    processes = processes_for(tasks)
+    if processes > 1:
+        return [*run_in_processes(request, processes, advance), *absent]
     records: list[Record] = []
-    with _progress() as advance:
-        for record in run(tasks):
-            records.append(record)
-            advance(record.case, len(records), len(tasks))
-    return records
+    for record in run(tasks):
+        records.append(record)
+        advance(record.case, len(records), len(tasks))
+    return [*records, *absent]
+
+
+def _defaults(
+    chosen: Sequence[Suite], releases: Sequence[simulated.Release], archs: Sequence[str], advance: Advance
+) -> list[Record]:
+    """The records of the suite frontend-defaults, if it is chosen; of its own releases if none are."""
+    if DEFAULTS not in chosen:
+        return []
+    wanted = {arch: [one.version for one in releases if one.arch == arch] for arch in _archs(releases, archs)}
+    return [
+        record
+        for arch, versions in wanted.items()
+        for record in frontend_defaults.run(versions or frontend_defaults.RELEASES, arch, advance=advance)
+    ]
+
+
+def _archs(releases: Sequence[simulated.Release], archs: Sequence[str]) -> Sequence[str]:
+    """The architectures of the suite frontend-defaults: where nothing is asked for, that of its figures."""
+    return archs or list(dict.fromkeys(one.arch for one in releases)) or ["sm100"]
 
 
 @contextmanager
-def _progress() -> Generator[Callable[[str, int, int], None]]:
+def _progress() -> Generator[Advance]:
     """What is told the thing at hand, the steps done and all steps: a bar on stderr where that is a terminal."""
     err = console(stderr=True)
     if not err.is_terminal:

@@ -6,15 +6,18 @@ layout of the right row counts; results have the form of the inputs. Ids are alw
 
 from dsattn.functional.attach import attach_loss
 from dsattn.functional.attention import dense_attention, sparse_attention
+from dsattn.functional.audit import audit
 from dsattn.functional.capture import capture
 from dsattn.functional.dsa import DSAOutput, dsa_attention
 from dsattn.functional.explain import explain
 from dsattn.functional.indexer import indexer_scores, indexer_topk
 from dsattn.functional.loss import indexer_loss
+from dsattn.functional.prepare import prepare
 
 __all__ = [
     "DSAOutput",
     "attach_loss",
+    "audit",
     "capture",
     "dense_attention",
     "dsa_attention",
@@ -22,5 +25,6 @@ __all__ = [
     "indexer_loss",
     "indexer_scores",
     "indexer_topk",
+    "prepare",
     "sparse_attention",
 ]

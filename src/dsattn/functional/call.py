@@ -70,12 +70,22 @@ def observed(observer: Callable[[Call], None]) -> Generator[None]:
         _observers.active.remove(observer)
 
 
+def is_observed() -> bool:
+    """Whether anyone on this thread wants to know of calls."""
+    return bool(_observers.active)
+
+
+def tell(call: Call) -> None:
+    """Tells the observers of this thread of a call, which may be another library's."""
+    for observer in tuple(_observers.active):
+        observer(call)
+
+
 def _tell(operator: Operator, rows: Rows, common: dict[str, Any], **parts: Any) -> None:
-    if torch.compiler.is_compiling() or not _observers.active:
+    if torch.compiler.is_compiling() or not is_observed():
         return
     requires_grad = common.get("requires_grad", False)
-    for observer in tuple(_observers.active):
-        observer(Call(operator=operator, batch=rows.batch, requires_grad=requires_grad, **parts))
+    tell(Call(operator=operator, batch=rows.batch, requires_grad=requires_grad, **parts))
 
 
 def run_scores(rows: Rows, x: IndexerInputs, layout: CausalLayout, backend: Choice) -> Tensor:

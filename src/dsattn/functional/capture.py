@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
@@ -21,7 +21,10 @@ from dsattn.layouts import CausalLayout, DeviceLayout
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs
 from dsattn.spec.captured import CapturedCall, safetensors, write
 
+Source = Callable[[], AbstractContextManager[object]]
+
 _DEFAULT_TOP_K = 2048
+_SOURCES: list[Source] = []
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -65,7 +68,9 @@ def capture(path: str | os.PathLike[str], *, steps: int = 1) -> Generator[Captur
         raise BadInput(str(path), given=given, needed="a file in a folder that is there")
     captured = Captured(path, steps)
     try:
-        with observed(captured._observe):
+        with observed(captured._observe), ExitStack() as sources:
+            for source in _SOURCES:
+                sources.enter_context(source())
             yield captured
     except BaseException as error:
         try:
@@ -74,6 +79,17 @@ def capture(path: str | os.PathLike[str], *, steps: int = 1) -> Generator[Captur
             error.add_note(f"dsattn.capture: {another}")
         raise
     captured._write(required=True)
+
+
+def add_source(source: Source) -> None:
+    """Adds calls of another library to what `capture` sees.
+
+    Args:
+        source: makes a context manager that is entered for each block of a capture; inside it the library's calls are
+            given to `dsattn.functional.call.tell`.
+    """
+    if source not in _SOURCES:
+        _SOURCES.append(source)
 
 
 class Captured:

@@ -1,8 +1,8 @@
 """The operators as PyTorch sees them: one opaque custom op each, forward and backward, for every backend.
 
-The backend is chosen when an op runs, never while it is traced. A layout travels as its table and three sizes, so that
-a compiled graph neither guards on its values nor is compiled again for them. Tensors are positional, options are
-keywords.
+The backend is chosen when an op runs, never while it is traced; the backward is an op too, and may run on another. A
+layout travels as its table and three sizes, so that a compiled graph neither guards on its values nor is compiled again
+for them. Tensors are positional, options are keywords.
 """
 
 # Not `from __future__ import annotations`: custom ops read their schemas from the annotations themselves.
@@ -69,7 +69,8 @@ def indexer_scores_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of index_q, index_k and weights."""
     x, layout = IndexerInputs(index_q, index_k, weights, scale, relu), layout_of(table, sizes)
-    return _scorer(x, layout, batch, requires_grad, backend).indexer_scores_backward(x, layout, d_scores)
+    chosen = _scorer(x, layout, batch, requires_grad, backend, backward=True)
+    return chosen.indexer_scores_backward(x, layout, d_scores)
 
 
 @indexer_scores_backward.register_fake
@@ -192,7 +193,7 @@ def attention_backward(
     """Gradients of q, kv and sink (empty without one)."""
     a = AttentionInputs(q, kv, value_dim, softmax_scale, sink)
     keys = _keys(ids, lengths, table, sizes)
-    chosen = _attender(a, keys, batch, requires_grad, backend)
+    chosen = _attender(a, keys, batch, requires_grad, backend, backward=True)
     if isinstance(keys, TopK):
         d_q, d_kv, d_sink = chosen.sparse_attention_backward(a, keys, out, lse, d_out)
     else:
@@ -293,7 +294,8 @@ def indexer_loss_backward(
     """
     given = ((index_q, d_index_q), (index_k, d_index_k), (weights, d_weights))
     d_q, d_k, d_w = (
-        (gradient * d_loss).to(x.dtype) if gradient.shape == x.shape else x.new_zeros(x.shape) for x, gradient in given
+        x.new_zeros(x.shape) if gradient.shape == (0,) != x.shape else (gradient * d_loss).to(x.dtype).view(x.shape)
+        for x, gradient in given
     )
     return d_q, d_k, d_w
 
@@ -358,14 +360,22 @@ def _keys(
     return layout_of(table, sizes)
 
 
-def _scorer(x: IndexerInputs, layout: CausalLayout, batch: int | None, requires_grad: bool, backend: str) -> Backend:
-    return backend_for(backend, "indexer_scores", x=x, layout=layout, batch=batch, requires_grad=requires_grad)
+def _scorer(
+    x: IndexerInputs, layout: CausalLayout, batch: int | None, requires_grad: bool, backend: str, backward: bool = False
+) -> Backend:
+    rows: dict[str, Any] = {"batch": batch, "requires_grad": requires_grad, "backward": backward}
+    return backend_for(backend, "indexer_scores", x=x, layout=layout, **rows)
 
 
 def _attender(
-    a: AttentionInputs, keys: CausalLayout | TopK, batch: int | None, requires_grad: bool, backend: str
+    a: AttentionInputs,
+    keys: CausalLayout | TopK,
+    batch: int | None,
+    requires_grad: bool,
+    backend: str,
+    backward: bool = False,
 ) -> Backend:
-    rows: dict[str, Any] = {"batch": batch, "requires_grad": requires_grad}
+    rows: dict[str, Any] = {"batch": batch, "requires_grad": requires_grad, "backward": backward}
     if isinstance(keys, TopK):
         return backend_for(backend, "sparse_attention", a=a, top_k=keys.indices.shape[1], **rows)
     return backend_for(backend, "dense_attention", a=a, layout=keys, **rows)

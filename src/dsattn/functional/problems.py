@@ -7,6 +7,7 @@ from typing import Any
 
 from dsattn.backends import Backend, choose, ordered
 from dsattn.errors import BadInput
+from dsattn.functional.audit import watched
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs
 from dsattn.spec.problem import AttentionSizes, IndexerSizes, Operator, Problem
 
@@ -21,7 +22,10 @@ def backend_for(
     a: AttentionInputs | None = None,
     **rest: Any,
 ) -> Backend:
-    """The backend that runs a call of `operator`.
+    """The backend that runs a call of `operator`, in one direction.
+
+    A forward whose backward a named backend would refuse is refused with it: a named backend never falls back, and what
+    was computed until the backward would be lost.
 
     Args:
         backend: "auto" or a name.
@@ -33,18 +37,27 @@ def backend_for(
     Raises:
         UnsupportedProblem, BadInput, BackendMissing: see `dsattn.backends.choose`.
     """
-    chosen = choose(problem_of(operator, x, a, **rest), backend, ordered())
+    problem, order = problem_of(operator, x, a, **rest), ordered()
+    chosen = choose(problem, backend, order)
+    if problem.backward:
+        return watched(chosen)
+    if backend != "auto":
+        for following in problem.directions()[1:]:
+            choose(following, backend, order)
     _LAST.name = chosen.name
-    return chosen
+    return watched(chosen)
 
 
 def last_backend() -> str:
-    """The name of the backend that ran last on this thread; empty if none has, as under fake tensors."""
+    """The name of the backend that ran a forward last on this thread; empty if none has, as under fake tensors."""
     return getattr(_LAST, "name", "")
 
 
 def problem_of(operator: Operator, x: IndexerInputs | None, a: AttentionInputs | None, **rest: Any) -> Problem:
     """What a call of `operator` with these inputs asks for."""
+    if operator == "indexer_loss" and a is not None:
+        # The loss reads no values and no sink, whatever the attention beside it has.
+        a = AttentionInputs(a.q, a.kv, a.kv.shape[1], a.softmax_scale)
     if x is not None:
         queries, keys = x.index_q, x.index_k
     elif a is not None:

@@ -68,7 +68,8 @@ class Case:
         top_k: k.
         index_scale: `scale` of the call; None: (h_i * d_i) ** -0.5, or the power of two below it on the grid.
         relu: `relu` of the call.
-        weights: values of the head weights.
+        weights: values of the head weights; "opposed": every second head has the queries of the one before it, and a
+            weight that takes away all but 2^-6 of what that one adds.
         weights_fp32: whether the head weights stay fp32 when the other inputs are of lower precision.
         scores: "spread": every key differs; "equal": all keys are one row; "plateau": about one key in seven has a
             dot above zero, all others give exactly 0; "repeated": eight different keys in turn; "positive": so is every
@@ -84,6 +85,7 @@ class Case:
             match exactly.
         strided: whether the tensors are views of larger buffers instead of contiguous.
         bad: a number that is not finite, or None.
+        gradients: whether a backward follows.
         operators: what the case is run through.
         seed: added to the seed that the name gives.
         tags: words to group cases by.
@@ -101,7 +103,7 @@ class Case:
     top_k: int = 8
     index_scale: float | None = None
     relu: bool = True
-    weights: Literal["normal", "negative"] = "normal"
+    weights: Literal["normal", "negative", "opposed"] = "normal"
     weights_fp32: bool = True
     scores: Literal["spread", "equal", "plateau", "repeated", "positive", "near", "wide"] = "spread"
     logits: Literal["near", "far", "wide"] = "near"
@@ -113,6 +115,7 @@ class Case:
     grid: bool = False
     strided: bool = False
     bad: Bad | None = None
+    gradients: bool = True
     operators: tuple[CaseOperator, ...] = ALL
     seed: int = 0
     tags: tuple[str, ...] = ()

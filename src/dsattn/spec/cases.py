@@ -132,10 +132,14 @@ def _selection() -> list[Case]:
         case("repeated-keys", "keys that repeat: ties across the boundary", scores="repeated", **grid),
         case("plateau", "more keys at exactly 0 than slots", scores="plateau", weights="normal", **grid),
         case("negative-weights", "weights all negative: the best scores are -0, which counts as +0",
-             scores="plateau", weights="negative", **grid),
+             scores="plateau", weights="negative", weights_fp32=False, **grid),
         case("no-relu", "dots without the relu", relu=False, operators=INDEXER),
         case("no-relu-grid", "dots without the relu, exact ids", relu=False, operators=SELECTION, **grid),
         case("weights-low", "weights of the inputs' dtype", weights_fp32=False, operators=INDEXER),
+        case("weights-opposed", "heads that nearly cancel: what is left hangs on the last bits of fp32 weights",
+             weights="opposed", operators=INDEXER),
+        case("negative-scale", "scale below 0: the relu gates on the dot, not on its sign times the scale's",
+             index_scale=-0.1, operators=INDEXER),
         case("unscaled", "scale 1: large scores, a student near one-hot", index_scale=1.0, operators=INDEXER),
     ]  # fmt: skip
 
@@ -207,6 +211,9 @@ def _options() -> list[Case]:
              layout=crowded, index_scale=8.0, top_k=20, operators=INDEXER, tags=("softmax",)),
         Case(name="strided", shows="views of larger buffers: rows that do not follow each other in memory",
              layout=layout, strided=True, sink="normal", row_mask="some", tags=("strides",)),
+        Case(name="no-gradients", shows="evaluation: nothing asks for a gradient", gradients=False, batch=2,
+             layout=lambda: CausalLayout.batched(2, 40, 16, q_offset=0), row_mask="some", sink="normal",
+             tags=("bshd", "evaluation")),
         replace(base, name="loss-all-masked", shows="no row counts: loss 0, zero gradients", row_mask="none"),
         replace(base, name="loss-coeff-0", shows="coefficient 0: loss exactly 0, exact zero gradients", coeff=0.0),
     ]  # fmt: skip

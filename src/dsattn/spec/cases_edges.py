@@ -30,10 +30,13 @@ def _prefill() -> list[Case]:
         )
 
     def case(name: str, shows: str, batch: int, layout: Callable[[], CausalLayout]) -> Case:
-        return Case(name=name, shows=shows, layout=layout, batch=batch, tags=("bshd", "decode"))
+        tag = "prefill" if batch == 1 else "decode"
+        return Case(name=name, shows=shows, layout=layout, batch=batch, tags=("bshd", tag))
 
     return [
         *map(chunk, range(len(CHUNKS) - 1)),
+        case("prefill-past-1", "a past of one key: a tile of 64 keys ends within the causal edge of four rows", 1,
+             lambda: CausalLayout.batched(1, 70, 71, q_offset=1)),
         case("decode-2", "two queries per sequence, with different pasts", 4,
              lambda: CausalLayout.batched(4, 2, 64, q_offset=[62, 0, 17, 40])),
         case("decode-3", "three queries per sequence; a past beyond the keys, and one not yet begun", 4,

@@ -80,6 +80,9 @@ def inputs(case: Case, dtype: torch.dtype, device: torch.device | str = "cpu") -
     if case.weights == "negative":
         # On the grid a weight may be 0; -1/8 keeps all of them negative.
         weights = -weights.abs().clamp(min=0.125)
+    elif case.weights == "opposed":
+        index_q[:, 1::2] = index_q[:, ::2]
+        weights[:, 1::2] = weights[:, ::2] * (2.0**-6 - 1)
     q, kv = draw.values(t, case.heads, case.key_width), draw.values(s, case.key_width)
     if case.logits == "far":
         _move_logits(q, kv)

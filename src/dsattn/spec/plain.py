@@ -106,11 +106,12 @@ def attention(
             with_sink = logit if leaf_sink is None else torch.cat([logit, _column(leaf_sink, logit)], -1)
             prob = torch.softmax(with_sink, -1)[..., : logit.shape[-1]]
             out = prob @ key[..., :value_dim]
+            row_lse = with_sink.logsumexp(-1)
         result["out"][rows] = out.detach().to(kv.dtype)
         result["lse"][rows] = logit.detach().logsumexp(-1)
         if d_out is not None and d_q is not None:
             d_block = d_out.index_select(0, rows).to(dtype)
-            _backward_from_rounded(out, with_sink, d_block, kv.dtype)
+            _backward_from_rounded(out, row_lse, d_block, kv.dtype)
             d_q[rows] = _gradient(leaf_q, q.dtype)
     if d_q is not None:
         result |= {"d_q": d_q, "d_kv": _gradient(leaf_kv, kv.dtype)}
@@ -119,7 +120,7 @@ def attention(
     return result
 
 
-def _backward_from_rounded(out: Tensor, logit: Tensor, d_out: Tensor, dtype: torch.dtype) -> None:
+def _backward_from_rounded(out: Tensor, lse: Tensor, d_out: Tensor, dtype: torch.dtype) -> None:
     """The backward of a block in which d_out . out is that of the output rounded to `dtype`.
 
     A difference e of that product changes the gradient of logit j by -e * prob_j, which is the gradient of
@@ -128,7 +129,7 @@ def _backward_from_rounded(out: Tensor, logit: Tensor, d_out: Tensor, dtype: tor
     lost = (d_out * (out.detach().to(dtype).to(out.dtype) - out.detach())).sum(-1)
     # A product that is not finite has spoiled the gradient already.
     lost = torch.where(lost.isfinite(), lost, 0.0)
-    torch.autograd.backward([out, logit.logsumexp(-1)], [d_out, -lost])
+    torch.autograd.backward([out, lse], [d_out, -lost])
 
 
 def indexer_loss(

@@ -17,7 +17,7 @@ Dimension legend (docs/semantics has the mathematics), used in every shape annot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -34,6 +34,8 @@ OPERATORS: tuple[Operator, ...] = (
     "dense_attention",
     "indexer_loss",
 )
+WITH_BACKWARD: tuple[Operator, ...] = ("indexer_scores", "sparse_attention", "dense_attention")
+"""The operators whose backward has a kernel of its own; the loss computes its gradients beside itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,9 @@ class AttentionSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One call of one operator without its numbers: everything that a backend may base its answer on.
+    """One direction of one call without its numbers: everything that a backend may base its answer on.
+
+    Forward and backward of a call are two problems, since they are two kernels: a backend may have one of them alone.
 
     Attributes:
         operator: which operator is called.
@@ -73,7 +77,8 @@ class Problem:
         attention: sizes of the attention's side, None where the operator has none.
         top_k: slots per row of the selection; None where there is none.
         support: which keys the indexer loss runs over; None for other operators.
-        requires_grad: whether a backward may follow.
+        requires_grad: whether a backward may follow; True in the backward too.
+        backward: whether the kernel of the backward is asked for, and not that of the forward.
     """
 
     operator: Operator
@@ -87,3 +92,15 @@ class Problem:
     top_k: int | None = None
     support: Support | None = None
     requires_grad: bool = False
+    backward: bool = False
+
+    @property
+    def title(self) -> str:
+        """What is asked for, as messages name it: "sparse_attention" or "the backward of sparse_attention"."""
+        return f"the backward of {self.operator}" if self.backward else self.operator
+
+    def directions(self) -> tuple[Problem, ...]:
+        """This problem, and after a forward that of the backward where one with a kernel of its own may follow."""
+        if self.backward or not self.requires_grad or self.operator not in WITH_BACKWARD:
+            return (self,)
+        return self, replace(self, backward=True)

@@ -35,8 +35,8 @@ class Call:
         x = reference.inputs.to(device)
         x = x if self.case.batch is None else x.to_bshd(self.case.batch)
         x = x.as_views() if self.case.strided else x
-        leaves = {name: getattr(x, name) for name in _LEAVES if getattr(x, name) is not None}
-        self.x: Inputs = replace(x, **{name: leaf.detach().requires_grad_() for name, leaf in leaves.items()})
+        leaves = {name: getattr(x, name).detach() for name in _LEAVES if getattr(x, name) is not None}
+        self.x: Inputs = replace(x, **{name: leaf.requires_grad_(self.case.gradients) for name, leaf in leaves.items()})
 
     @property
     def index(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,6 +68,11 @@ class Call:
         indices, lengths = (x.unflatten(0, shape) if shape else x for x in (topk.indices, topk.lengths))
         return TopK(indices, lengths, num_q=topk.num_q, num_k=topk.num_k)
 
+    def backward(self, *results: tuple[Tensor, Tensor]) -> None:
+        """Goes backward from results with their incoming gradients, where the case does."""
+        if self.case.gradients:
+            torch.autograd.backward([result for result, _ in results], [gradient for _, gradient in results])
+
     def packed(self, result: Tensor) -> Tensor:
         """A result with its row axes made one."""
         return result if self.case.batch is None else result.flatten(0, 1)
@@ -93,10 +98,10 @@ class Call:
 
     @one_thread()
     def compare_gradients(self, expected: dict[str, Expected]) -> Outcome:
-        """The verdicts on all gradients that the reference has."""
+        """The verdicts on all gradients that the reference has, where the case goes backward."""
         outcome: Outcome = {}
         for name, number in expected.items():
-            if not name.startswith("d_"):
+            if not name.startswith("d_") or not self.case.gradients:
                 continue
             leaf = getattr(self.x, name.removeprefix("d_"))
             if leaf.grad is None:
@@ -113,7 +118,7 @@ class Call:
 
     @one_thread()
     def compare_attention(self, out: Tensor, lse: Tensor, expected: dict[str, Expected]) -> Outcome:
-        """The verdicts on the results of an attention whose backward has run."""
+        """The verdicts on the results of an attention after `backward`."""
         return {
             "out": self.compare_rows("out", self.packed(out), expected["out"], self.reference.dtype),
             "lse": self.compare_rows("lse", self.packed(lse), expected["lse"], self.reference.wide),
@@ -122,7 +127,7 @@ class Call:
 
     @one_thread()
     def compare_loss(self, loss: Tensor, expected: dict[str, Expected]) -> Outcome:
-        """The verdicts on a loss whose backward has run."""
+        """The verdicts on a loss after `backward`."""
         number = expected["loss"]
         found = compare("loss", loss, number.exact, number.plain, factor=FORWARD_FACTOR, dtype=self.reference.wide)
         return {"loss": replace(found, worst_row=None), **self.compare_gradients(expected)}

@@ -17,7 +17,7 @@ from dsattn.verify.call import Call, Outcome, fault
 def _check_scores(call: Call) -> Outcome:
     reference = call.reference
     scores = dsattn.indexer_scores(*call.index, call.layout, **call.scoring)
-    scores.backward(reference.d_scores.to(call.device, scores.dtype))
+    call.backward((scores, reference.d_scores.to(call.device, scores.dtype)))
     expected = reference.scores
     found = call.compare_rows("scores", scores, expected["scores"], reference.wide)
     return {"scores": found, **call.compare_gradients(expected)}
@@ -34,14 +34,14 @@ def _check_topk(call: Call) -> Outcome:
 def _check_sparse(call: Call) -> Outcome:
     x, topk = call.x, call.topk()
     out, lse = dsattn.sparse_attention(x.q, x.kv, topk, return_lse=True, backend=call.backend, **call.attending)
-    out.backward(call.x.d_out)
+    call.backward((out, x.d_out))
     return call.compare_attention(out, lse, call.reference.attention("selected"))
 
 
 def _check_dense(call: Call) -> Outcome:
     x, layout = call.x, call.layout
     out, lse = dsattn.dense_attention(x.q, x.kv, layout, return_lse=True, backend=call.backend, **call.attending)
-    out.backward(call.x.d_out)
+    call.backward((out, x.d_out))
     return call.compare_attention(out, lse, call.reference.attention("visible"))
 
 
@@ -56,7 +56,7 @@ def _check_loss(call: Call, support: Support) -> Outcome:
         **call.losing,
         **call.scoring,
     )
-    loss.backward(torch.full_like(loss, call.x.d_loss))
+    call.backward((loss, torch.full_like(loss, call.x.d_loss)))
     return {**call.compare_loss(loss, call.reference.loss(support)), **_teacher(call)}
 
 
@@ -89,7 +89,7 @@ def _check_whole(call: Call, support: Support) -> Outcome:
     )
     if result.loss is None:
         return {"loss": fault("loss: none came out")}
-    torch.autograd.backward([result.out, result.loss], [x.d_out, torch.full_like(result.loss, x.d_loss)])
+    call.backward((result.out, x.d_out), (result.loss, torch.full_like(result.loss, x.d_loss)))
     outcome: Outcome = {}
     keys: Rows | None = None
     if support == "selected":

@@ -11,8 +11,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from dsattn.spec.metrics import FORWARD_FACTOR, GRADIENT_FACTOR
-from dsattn.verify import summary
-from dsattn.verify.records import Record, Report
+from dsattn.verify import frontend_defaults, matrix, summary
+from dsattn.verify.records import OWN_TABLES, Record, Report
 from dsattn.verify.run import DTYPES
 
 _TIMES = {2.0: "twice", 3.0: "three times"}
@@ -29,30 +29,39 @@ def page(report: Report) -> str:
     """
     source = files("dsattn.verify").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    tables = summary.tables(report.records)
     plots, without = _plots(report.records)
+    simulated = [record for record in report.records if record.simulated]
+    real = [record for record in report.records if not record.simulated]
     return environment.from_string(source).render(
         report=report,
         checked=checked(report.records),
         forward=_TIMES[FORWARD_FACTOR],
         gradient=_TIMES[GRADIENT_FACTOR],
-        tables=tables,
-        every=summary.tables(report.records, every=True),
+        tables=summary.tables(report.records),
+        matrices=matrix.matrices(report.records),
+        budgets=any(record.suite not in OWN_TABLES for record in report.records) or not report.records,
+        defaults=frontend_defaults.tables(report.records),
+        every=summary.tables(real, every=True),
+        unlisted=len(simulated),
         texts=summary.texts(report.records),
         captured=summary.captured(report.records),
-        failing=[(table, row) for table in tables for row in table.rows if row.failures],
+        failing=summary.failing(report.records),
         plots=plots,
         without_plots=without,
         plots_left_out=_pictured(report.records) - len(plots),
+        by_torch=summary.by_torch(report.records),
         unsupported=summary.unsupported(report.records),
     )
 
 
 def checked(records: Sequence[Record]) -> str:
     """What was checked, in one sentence."""
-    ran = [record for record in records if record.verdict in ("pass", "fail")]
-    if not ran:
+    verdicts = [record for record in records if record.verdict in ("pass", "fail")]
+    ran = [record for record in verdicts if record.suite not in OWN_TABLES]
+    if not verdicts:
         return "Nothing was checked."
+    if not ran:
+        return "Callers that rely on the cuDNN frontend's defaults, and dsattn, on simulated releases of it."
 
     def named(what: str, names: Sequence[str]) -> str:
         found = [name for name in names if name]
@@ -64,9 +73,13 @@ def checked(records: Sequence[Record]) -> str:
     operators = {record.operator.partition(":")[0] for record in ran}
     cases = {(record.suite, record.case) for record in ran}
     dtypes = sorted(different("dtype"), key=list(DTYPES).index)
+    places = different("device") if any(not record.simulated for record in ran) else []
+    if simulated := list(dict.fromkeys(record.release or "" for record in ran if record.simulated)):
+        archs = list(dict.fromkeys(record.arch or "" for record in ran if record.simulated))
+        places.append(f"{named('the simulated release', simulated)} for {_listed(archs)}")
     return (
         f"{_count(len(operators), 'operator')} of {named('backend', different('backend'))} on "
-        f"{_listed(different('device'))}, forward and backward, on {_count(len(cases), 'case')} of "
+        f"{_listed(places)}, forward and backward, on {_count(len(cases), 'case')} of "
         f"{named('suite', different('suite'))} in {_listed(dtypes)}: "
         "every result and gradient against a float64 oracle."
     )
@@ -83,13 +96,15 @@ def _listed(names: Sequence[str]) -> str:
 
 def _pictured(records: Sequence[Record]) -> int:
     """How many plots there could be."""
-    return len({(record.backend, record.device, record.operator) for record in records if record.curves})
+    return len({(record.backend, record.device, record.arch, record.operator) for record in records if record.curves})
 
 
 def _plots(records: Sequence[Record]) -> tuple[list[Any], str]:
     """The plots, and why there are none where they cannot be made."""
     if not any(record.curves for record in records):
-        return [], "no check gave numbers row by row"
+        simulated = any(record.simulated for record in records)
+        rest = "; of simulated releases only checks that fail keep them" if simulated else ""
+        return [], f"no check gave numbers row by row{rest}"
     log = logging.getLogger("matplotlib")
     level = log.level
     # It says on stderr that it builds its list of fonts, which is no part of what the command says.

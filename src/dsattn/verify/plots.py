@@ -80,7 +80,7 @@ class Plot:
         operator: the operator.
         case: the case that failed worst, or came nearest to its budget.
         backend: the backend.
-        device: where it ran.
+        where: the device, or the simulated release.
         fails: whether a check in it fails.
         lines: the dtypes.
         svg: the picture.
@@ -89,28 +89,33 @@ class Plot:
     operator: str
     case: str
     backend: str
-    device: str
+    where: str
     fails: bool
     lines: list[Line]
     svg: str
 
 
 def plots(records: Iterable[Record]) -> list[Plot]:
-    """One plot per operator, backend and device, those with a failing check first; at most `MOST`.
+    """One plot per operator, backend and device or simulated architecture, those that fail first; at most `MOST`.
 
     Args:
         records: what was checked; those without curves are passed over.
     """
-    groups: dict[tuple[str, str, str], list[Record]] = {}
+    groups: dict[tuple[str | None, ...], list[Record]] = {}
     for record in records:
         if record.curves:
-            groups.setdefault((record.backend, record.device, record.operator), []).append(record)
+            groups.setdefault((record.backend, record.device, record.arch, record.operator), []).append(record)
     chosen = []
     for group in groups.values():
         worst = max(group, key=_badness)
-        chosen.append([record for record in group if (record.suite, record.case) == (worst.suite, worst.case)])
+        chosen.append([record for record in group if _same_call(record, worst)])
     chosen.sort(key=lambda same: not _fails(same))
     return [_plot(same) for same in chosen[:MOST]]
+
+
+def _same_call(one: Record, other: Record) -> bool:
+    """Whether two records differ at most in the dtype, operators apart."""
+    return (one.suite, one.case, one.release) == (other.suite, other.case, other.release)
 
 
 def _fails(records: Iterable[Record]) -> bool:
@@ -147,7 +152,7 @@ def _plot(records: Sequence[Record]) -> Plot:
         operator=first.operator,
         case=first.case,
         backend=first.backend,
-        device=first.device,
+        where=first.where,
         fails=_fails(records),
         lines=lines,
         svg=_draw(shown or list(panels.values()), f"{first.operator} on {first.case}. {words}"),

@@ -17,6 +17,8 @@ from dsattn.verify.per_row import Curve
 
 Verdict = Literal["pass", "fail", "unsupported", "not run"]
 
+OWN_TABLES = ("frontend-defaults",)
+"""Suites whose records are shown in tables of their own."""
 _NOT_IN_JSON = ("traceback", "curves", "inputs", "dumped")
 
 
@@ -33,7 +35,8 @@ class Record:
         dtype: short name of the inputs' dtype.
         verdict: what came of it.
         reason: what is wrong, or why nothing was computed; "" for a pass.
-        metrics: numbers by name; those of each compared result under "results".
+        metrics: numbers by name; those of each compared result under "results"; under "by_torch" the parts that the
+            backend lacks and torch ran.
         simulated: whether a stand-in for a kernel library ran.
         release: release of the kernel library, None where there is none.
         arch: the architecture stood in for, None without a stand-in.
@@ -62,6 +65,11 @@ class Record:
     inputs: str | None = None
     dumped: str | None = None
 
+    @property
+    def where(self) -> str:
+        """Where it ran: the device, or the simulated release and its architecture."""
+        return f"a simulated {self.release} for {self.arch}" if self.simulated else self.device
+
     def command(self) -> str:
         """The command line that repeats the check."""
         source = {"suite": self.suite} if self.inputs is None else {"inputs": self.inputs}
@@ -72,14 +80,14 @@ class Record:
         return None if self.dumped is None else self._command({"inputs": self.dumped}, f"{Path(self.dumped).stem}[0]")
 
     def _command(self, source: dict[str, str], case: str) -> str:
-        options = {
-            **source,
-            "case": f"{case}/{self.operator}",
-            "backend": self.backend,
-            "device": self.device,
-            "dtype": self.dtype,
-        }
-        words = [f"--{name} {shlex.quote(value)}" for name, value in options.items()]
+        where = {"backend": self.backend, "device": self.device}
+        if self.simulated:
+            where = {"cudnn-version": self.release, "arch": self.arch}
+        options = {**source, "case": f"{case}/{self.operator}", **where, "dtype": self.dtype}
+        if self.suite in OWN_TABLES:
+            # Such a suite runs as a whole.
+            options = {**source, **where}
+        words = [f"--{name} {shlex.quote(value)}" for name, value in options.items() if value is not None]
         return " ".join(["python -m dsattn verify", *words])
 
 
@@ -88,12 +96,17 @@ class Report:
     """All records of a run.
 
     Attributes:
-        environment: where it was made.
+        environment: where it was made; under "releases" what is to be said of the simulated ones.
         records: what was checked.
     """
 
     environment: dict[str, Any]
     records: Sequence[Record]
+
+    @property
+    def releases(self) -> list[str]:
+        """What is to be said of the simulated releases."""
+        return self.environment.get("releases", [])
 
     @property
     def counts(self) -> Counter[str]:

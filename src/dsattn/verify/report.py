@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dsattn.verify import summary
-from dsattn.verify.records import Record, Report
+from dsattn.verify import frontend_defaults, matrix, summary
+from dsattn.verify.records import OWN_TABLES, Record, Report
 
 _STYLES = {"pass": "green", "fail": "bold red", "unsupported": "yellow", "not run": "dim"}
 _PIPE_WIDTH = 120
+# From here on a matrix of all operators has room for long words; below `_PIPE_WIDTH` it is cut into so many columns.
+_WIDE, _COLUMNS = 160, 4
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -34,20 +36,30 @@ def show(report: Report, out: Console, *, verbose: bool = False) -> None:
     """
     for table in summary.tables(report.records, every=verbose):
         out.print(_table(table, out.width, every=verbose), "")
+    for found in matrix.matrices(report.records):
+        columns = len(found.operators) if out.width >= _PIPE_WIDTH else _COLUMNS
+        for begin in range(0, len(found.operators), columns):
+            out.print(Text(f"backend {found.backend}, releases simulated on {found.arch}", style="bold"))
+            out.print(_matrix(found, slice(begin, begin + columns), out.width), "")
+    for found in frontend_defaults.tables(report.records):
+        out.print(Text(found.title, style="bold"))
+        out.print(_defaults(found), "")
     texts = summary.texts(report.records)
     if texts:
         out.print(_texts(texts), "")
     calls = summary.captured(report.records)
     if calls:
         out.print(_captured(calls), "")
+    for text in report.releases:
+        out.print(Text(text))
     _failures(report, out, verbose=verbose)
-    for text, count in summary.unsupported(report.records):
+    for text, count in (*summary.by_torch(report.records), *summary.unsupported(report.records)):
         out.print(Text(f"{text} ({count} checks)" if count > 1 else text, style="yellow"))
     out.print(Text(report.summary, style="bold green" if report.holds else "bold red"))
 
 
 def _table(table: summary.Table, width: int, *, every: bool) -> Table:
-    view = _grid(f"backend {table.backend} on {table.device}")
+    view = _grid(f"backend {table.title}")
     across = 1 if width < _PIPE_WIDTH else 2 if every else 3
     if every:
         view.add_column("case", overflow="fold")
@@ -65,6 +77,37 @@ def _table(table: summary.Table, width: int, *, every: bool) -> Table:
     return view
 
 
+def _matrix(found: matrix.Matrix, shown: slice, width: int) -> Table:
+    """Some columns of a matrix."""
+    view = _grid()
+    dtypes = len(found.dtypes) > 1
+    view.add_column("release", no_wrap=True)
+    if dtypes:
+        view.add_column("dtype", no_wrap=True)
+    for operator in found.operators[shown]:
+        # Folded where its words end.
+        view.add_column(operator.replace("_", "_\n").replace(":", ":\n"))
+    short = _PIPE_WIDTH <= width < _WIDE
+    for row in found.rows:
+        cells = [Text("\n").join(_lines(cell, short)) for cell in row.cells[shown]]
+        view.add_row(Text(row.release), *([Text(row.dtype)] if dtypes else []), *cells)
+    return view
+
+
+def _lines(cell: matrix.Cell, short: bool) -> list[Text]:
+    told = [(text.replace("unsupported", "unsup.") if short else text, verdict) for text, verdict in cell.told]
+    return [Text(text, style=_STYLES[verdict]) for text, verdict in told]
+
+
+def _defaults(table: frontend_defaults.Table) -> Table:
+    view = _grid()
+    for name in table.columns:
+        view.add_column(name)
+    for *cells, verdict in table.rows:
+        view.add_row(*map(Text, cells), Text(verdict, style=_STYLES[verdict]))
+    return view
+
+
 def _results(row: summary.Row, columns: int) -> str:
     """The numbers of a row: its selection first, then the relative errors in columns."""
     cells = [f"{name:<9} {error:<7}" for name, error in row.errors]
@@ -75,7 +118,7 @@ def _results(row: summary.Row, columns: int) -> str:
     return "\n".join(lines)
 
 
-def _grid(title: str) -> Table:
+def _grid(title: str | None = None) -> Table:
     look = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
     return Table(title=title, title_justify="left", title_style="bold", **look)
 
@@ -112,22 +155,23 @@ def _captured(calls: list[dict[str, Any]]) -> Table:
 
 def _failures(report: Report, out: Console, *, verbose: bool) -> None:
     """What failed: the first check of every operator and dtype, or all of them."""
-    if verbose:
-        failed = [(record, 0) for record in report.records if record.verdict == "fail"]
-    else:
-        rows = [row for table in summary.tables(report.records) for row in table.rows if row.failures]
-        failed = [(row.failures[0], len(row.failures) - 1) for row in rows]
-    for record, others in failed:
-        out.print(Text(f"FAIL {_name(record)}", style="bold red"))
-        out.print(Text(f"  {record.reason}" + (f"  (and {others} other cases)" if others else "")))
-        # Never folded, so that it can be copied.
-        out.print(Text(f"  repeat: {record.command()}"), soft_wrap=True)
-        dumped = record.command_for_dump()
-        inputs = "--dump DIR would write them to a file" if dumped is None else dumped
-        out.print(Text(f"  inputs: {inputs}"), soft_wrap=True)
-        if verbose and record.traceback:
-            out.print(Text(record.traceback, style="dim"))
+    for group in summary.failing(report.records):
+        shown = group.failures if verbose else group.failures[:1]
+        others = len(group.failures) - len(shown)
+        for record in shown:
+            out.print(Text(f"FAIL {_name(record)}", style="bold red"))
+            concerns = f"; they concern {group.releases}" if group.releases else ""
+            out.print(Text(f"  {record.reason}" + (f"  (and {others} other cases{concerns})" if others else "")))
+            # Never folded, so that it can be copied.
+            out.print(Text(f"  repeat: {record.command()}"), soft_wrap=True)
+            dumped = record.command_for_dump()
+            inputs = "--dump DIR would write them to a file" if dumped is None else dumped
+            if record.suite not in OWN_TABLES:
+                out.print(Text(f"  inputs: {inputs}"), soft_wrap=True)
+            if verbose and record.traceback:
+                out.print(Text(record.traceback, style="dim"))
 
 
 def _name(record: Record) -> str:
-    return f"{record.case}, {record.operator}, {record.dtype}, {record.backend} on {record.device}"
+    caller = "" if record.caller == "dsattn" else f", called as {record.caller}"
+    return f"{record.case}, {record.operator}, {record.dtype}, {record.backend} on {record.where}{caller}"

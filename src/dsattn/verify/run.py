@@ -8,18 +8,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsattn.backends import Backend
+from dsattn.backends import Backend, TorchBackend, ordered
 from dsattn.errors import BackendMissing, UnsupportedProblem
 from dsattn.verify.call import Call
 from dsattn.verify.captured import Dump
 from dsattn.verify.checks import CHECKS
+from dsattn.verify.non_finite import refuse_swallowed
 from dsattn.verify.per_row import Curve, curves
 from dsattn.verify.records import Record, Verdict, metrics_of
 from dsattn.verify.reference import References
+from dsattn.verify.simulated import Chain, Release
 from dsattn.verify.subject import Subject
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Dtypes by the short name that reports and the command line use."""
+
+CUDNN = "cudnn"
+"""The backend that a simulated release is for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,7 @@ class Task:
         device: where it runs.
         dtype: a name of `DTYPES`.
         dump: writes the inputs of the check if it fails.
+        release: the release to simulate, whose backend takes the place of `backend`; None without a stand-in.
     """
 
     subject: Subject
@@ -41,6 +47,7 @@ class Task:
     device: torch.device
     dtype: str
     dump: Dump | None = None
+    release: Release | None = None
 
 
 def operators_of(subject: Subject) -> list[str]:
@@ -50,14 +57,20 @@ def operators_of(subject: Subject) -> list[str]:
 
 def tasks(
     subjects: Iterable[Subject],
-    backends: Sequence[str | Backend],
+    backends: Sequence[str | Backend | Release],
     device: torch.device,
     dtypes: Sequence[str],
     dump: Dump | None = None,
 ) -> list[Task]:
     """Every check of the subjects, those that share a reference next to each other."""
+
+    def task(subject: Subject, dtype: str, backend: str | Backend | Release, operator: str) -> Task:
+        named, release = (CUDNN, backend) if isinstance(backend, Release) else (backend, None)
+        where = {"device": device, "dtype": dtype, "dump": dump}
+        return Task(subject=subject, operator=operator, backend=named, release=release, **where)
+
     return [
-        Task(subject=subject, operator=operator, backend=backend, device=device, dtype=dtype, dump=dump)
+        task(subject, dtype, backend, operator)
         for subject in subjects
         for dtype in dtypes
         for backend in backends
@@ -72,19 +85,54 @@ def run(tasks: Iterable[Task], references: References | None = None) -> Iterator
         tasks: what to check.
         references: expected results to use and to add to; with `References(keep=None)` further runs of the same cases
             compute none again.
+
+    Semantics:
+        A backend of kernels that is named runs in a `Chain`, and the record says what torch had to do. A stand-in for
+        a release is a new one for each check. Of a simulated release only what fails keeps its numbers row by row,
+        since the others are too many.
     """
     references = References() if references is None else references
     for task in tasks:
-        record = judge(task, references)
+        backend = _chained(task)
+        ready = replace(task, backend=backend)
+        if isinstance(backend, Chain):
+            backend.by_torch = []
+        record = judge(ready, references)
+        if isinstance(backend, Chain):
+            record = _told(record, backend)
         if record.verdict == "fail" and task.dump is not None:
-            record = _dumped(record, task, task.dump, references)
+            record = _dumped(record, ready, task.dump, references)
         yield record
+
+
+def _chained(task: Task) -> str | Backend:
+    """The backend that a check runs on; a chain where a backend of kernels is asked for and usable here."""
+    if task.release is not None:
+        return task.release.chain()
+    if task.backend == TorchBackend.name or isinstance(task.backend, Backend):
+        return task.backend
+    named = [backend for backend in ordered() if backend.name == task.backend and backend.missing() is None]
+    return Chain.of(named[0], task.device) if named else task.backend
+
+
+def _told(record: Record, chain: Chain) -> Record:
+    """The record with what only the chain knows."""
+    ran = record.verdict in ("pass", "fail")
+    return replace(
+        record,
+        simulated=chain.simulated,
+        release=chain.release,
+        arch=chain.arch,
+        metrics={**record.metrics, "by_torch": chain.by_torch} if ran and chain.by_torch else record.metrics,
+        curves=() if chain.simulated and record.verdict != "fail" else record.curves,
+    )
 
 
 def judge(task: Task, references: References) -> Record:
     """Runs one check.
 
-    A backend that refuses the problem gives "unsupported". Any other exception is a failure, and its traceback is kept.
+    A backend that refuses the problem gives "unsupported"; so does one that says of a case with a number that is not
+    finite that its kernels swallow such numbers. Any other exception is a failure, and its traceback is kept.
     An operator that the subject leaves out is "not run".
     """
     reasons: list[str] = []
@@ -97,6 +145,7 @@ def judge(task: Task, references: References) -> Record:
             verdict, reasons = "not run", [skipped]
         else:
             reference = references.get(task.subject, DTYPES[task.dtype])
+            refuse_swallowed(task.operator, reference, task.backend, task.device)
             results = CHECKS[task.operator](Call(reference, task.backend, task.device))
             reasons = [found.reason for found in results.values() if not found.verdict]
             metrics = {**task.subject.facts, **metrics_of(results)}

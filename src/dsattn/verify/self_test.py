@@ -11,24 +11,29 @@ import torch
 
 from dsattn.backends import Backend
 from dsattn.verify.environment import environment
-from dsattn.verify.mutants import Fault, Mutant, attention, loss, results, scores, selection, windows
+from dsattn.verify.mutants import Fault, Mutant, attention, cudnn, loss, results, scores, selection, windows
+from dsattn.verify.mutants.steps import CudnnMutant, StepFault
 from dsattn.verify.records import Record
 from dsattn.verify.reference import References
-from dsattn.verify.run import run, tasks
+from dsattn.verify.run import Task, run, tasks
+from dsattn.verify.simulated import Release
 from dsattn.verify.subject import Subject
 from dsattn.verify.suites import parts
 from dsattn.verify.threads import one_thread
 
 SUITE: Literal["quick"] = "quick"
-FAULTS: tuple[Fault, ...] = (
+FAULTS: tuple[Fault | StepFault, ...] = (
     *windows.FAULTS,
     *selection.FAULTS,
     *scores.FAULTS,
     *attention.FAULTS,
     *loss.FAULTS,
     *results.FAULTS,
+    *cudnn.FAULTS,
 )
-"""Every fault; each makes one mutant of each part that it may be in."""
+"""Every fault; each makes one mutant of each part or place that it may be in."""
+
+AnyMutant = Mutant | CudnnMutant
 
 Outcome = Literal["caught", "not caught", "broken"]
 
@@ -43,7 +48,7 @@ class Trial:
         record: the first check that was not green; None where all were.
     """
 
-    mutant: Mutant
+    mutant: AnyMutant
     checks: int
     record: Record | None
 
@@ -61,7 +66,7 @@ class SelfTest:
 
     Attributes:
         environment: where it was made.
-        control: every check of the suite with nothing wrong.
+        control: every check of the suite with nothing wrong, and with each simulated release those of its mutants.
         trials: one per mutant.
     """
 
@@ -114,21 +119,27 @@ class SelfTest:
         return json.dumps(found, indent=1, allow_nan=False) + "\n"
 
 
-def _place(record: Record) -> dict[str, str]:
-    names = "suite", "case", "operator", "device", "dtype", "verdict", "reason"
+def _place(record: Record) -> dict[str, Any]:
+    names = "suite", "case", "operator", "device", "release", "arch", "dtype", "verdict", "reason"
     return {name: getattr(record, name) for name in names}
 
 
-def all_mutants(faults: Iterable[Fault] = FAULTS) -> list[Mutant]:
-    """One mutant for every part that each fault may be in."""
-    return [Mutant(fault, part) for fault in faults for part in fault.parts]
+def all_mutants(faults: Iterable[Fault | StepFault] = FAULTS) -> list[AnyMutant]:
+    """One mutant for every part or place that each fault may be in."""
+    found: list[AnyMutant] = []
+    for fault in faults:
+        if isinstance(fault, StepFault):
+            found += [CudnnMutant(fault, place) for place in fault.places]
+        else:
+            found += [Mutant(fault, part) for part in fault.parts]
+    return found
 
 
 @one_thread()
 def self_test(
     *,
     device: torch.device,
-    mutants: Sequence[Mutant] | None = None,
+    mutants: Sequence[AnyMutant] | None = None,
     control: Backend | None = None,
     subjects: Sequence[Subject] | None = None,
     advance: Callable[[str, int, int], None] = lambda *_: None,
@@ -136,10 +147,11 @@ def self_test(
     """What verify says of wrong backends, and of a right one in the same run.
 
     Runner, cases and budgets are those of the suite. A mutant is judged by the checks of the operator that it gets
-    wrong, case after case, until one is not green; the control by all checks. Expected results are shared.
+    wrong, case after case, until one is not green; the control by all checks. Of a simulated release both get the
+    cases and checks in which its faults have to show. Expected results are shared.
 
     Args:
-        device: where the operators run.
+        device: where the operators run; simulated releases run on the CPU.
         mutants: the wrong backends; None for `all_mutants()`.
         control: the right backend; None for the mutants' own backend without a fault.
         subjects: the cases; None for those of the quick suite.
@@ -148,7 +160,10 @@ def self_test(
     mutants = all_mutants() if mutants is None else mutants
     subjects = parts(SUITE)[0].subjects if subjects is None else subjects
     control = Mutant() if control is None else control
-    todo = {dtype: tasks(subjects, [control], device, [dtype]) for dtype in {m.fault.dtype: None for m in mutants}}
+    todo = {
+        dtype: _controls([m for m in mutants if m.fault.dtype == dtype], subjects, control, device)
+        for dtype in dict.fromkeys(m.fault.dtype for m in mutants)
+    }
     steps = sum(map(len, todo.values())) + len(mutants)
     records: list[Record] = []
     trials: list[Trial] = []
@@ -167,8 +182,31 @@ def self_test(
     return SelfTest(environment=environment(), control=records, trials=trials)
 
 
+def _controls(
+    mutants: Sequence[AnyMutant], subjects: Sequence[Subject], control: Backend, device: torch.device
+) -> list[Task]:
+    """The checks of mutants of one dtype with nothing wrong."""
+    found: list[Task] = []
+    if any(isinstance(mutant, Mutant) for mutant in mutants):
+        found += tasks(subjects, [control], device, [mutants[0].fault.dtype])
+    simulated = [
+        _tasks(mutant, mutant.control, subjects, device) for mutant in mutants if isinstance(mutant, CudnnMutant)
+    ]
+    once = {(task.release, task.subject.case.name, task.operator): task for tasks in simulated for task in tasks}
+    return [*found, *once.values()]
+
+
+def _tasks(
+    mutant: AnyMutant, backend: Backend | Release, subjects: Sequence[Subject], device: torch.device
+) -> list[Task]:
+    """The checks that may catch a mutant, with a backend that need not be wrong."""
+    mine = [subject for subject in subjects if mutant.cases is None or subject.case.name in mutant.cases]
+    where = torch.device("cpu") if isinstance(backend, Release) else device
+    return [task for task in tasks(mine, [backend], where, [mutant.fault.dtype]) if task.operator in mutant.checks]
+
+
 def hunt(
-    mutant: Mutant,
+    mutant: AnyMutant,
     subjects: Sequence[Subject],
     device: torch.device,
     references: References,
@@ -184,7 +222,7 @@ def hunt(
         references: expected results.
         first: a case to begin with: what caught a fault in one part is likely to catch it in the next.
     """
-    todo = [t for t in tasks(subjects, [mutant], device, [mutant.fault.dtype]) if t.operator in mutant.checks]
+    todo = _tasks(mutant, mutant.backend, subjects, device)
     todo.sort(key=lambda task: (task.subject.case.name != first, mutant.checks.index(task.operator)))
     for checks, record in enumerate(run(todo, references), 1):
         if record.verdict != "pass":

@@ -71,4 +71,5 @@ def _by(record: Record) -> str:
         share = found["share_of_budget"]
         if what.startswith(f"{name}: ") and share is not None:
             what = f"{name} {share:.1g} times its budget"
-    return f"{record.case}, {record.operator} {record.dtype}: {what}"
+    where = f" on {record.where}" if record.simulated else ""
+    return f"{record.case}, {record.operator} {record.dtype}{where}: {what}"

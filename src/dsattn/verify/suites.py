@@ -19,12 +19,14 @@ from dsattn.spec.cases import CASES
 from dsattn.spec.inputs import inputs
 from dsattn.verify import captured, real_text
 from dsattn.verify.records import Record
-from dsattn.verify.run import DTYPES, Task, operators_of, tasks
+from dsattn.verify.run import CUDNN, DTYPES, Task, operators_of, tasks
+from dsattn.verify.simulated import Release
 from dsattn.verify.subject import Subject
 
-Suite = Literal["quick", "real-text", "full"]
+Suite = Literal["quick", "real-text", "full", "frontend-defaults"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
 
+_SIMULATED = ("bf16",)
 _FULL_TEXT = {"rows": 4096, "top_k": 512, "sampled": 256}
 
 
@@ -36,15 +38,22 @@ class Part:
     dtypes: tuple[str, ...]
 
 
-def parts(suite: Suite) -> list[Part]:
+def parts(suite: Suite, *, simulated: bool = False) -> list[Part]:
     """What a suite runs.
 
     "quick": every named case. "real-text": the standard library's text, small. "full": every named case also in fp64,
-    and the text at full size.
+    and the text at full size. Simulated releases get bf16, the dtype of their kernels, and "full" the small text: a
+    stand-in on the CPU shows what a kernel means, not how large it can get. "frontend-defaults" makes calls of its own,
+    which are no parts.
     """
+    if suite == "frontend-defaults":
+        return []
     if suite == "real-text":
-        return [Part(real_text.subjects(), ("fp32", "bf16"))]
+        return [Part(real_text.subjects(), _SIMULATED if simulated else ("fp32", "bf16"))]
     named = [Subject(suite=suite, case=case, make_inputs=partial(inputs, case)) for case in CASES]
+    if simulated:
+        text = real_text.subjects() if suite == "full" else []
+        return [Part([*named, *(replace(subject, suite=suite) for subject in text)], _SIMULATED)]
     if suite == "quick":
         return [Part(named, ("fp32", "bf16"))]
     text = [replace(subject, suite=suite) for subject in real_text.subjects(**_FULL_TEXT)]
@@ -60,6 +69,7 @@ def plan(
     dtype: str | None = None,
     inputs: Sequence[Path] = (),
     dump: captured.Dump | None = None,
+    releases: Sequence[Release] = (),
 ) -> tuple[list[Task], list[Record]]:
     """The checks to run, and a "not run" record for every backend that is absent here and was not named.
 
@@ -71,10 +81,13 @@ def plan(
         dtype: a name of `DTYPES` to run in place of each suite's own.
         inputs: files of captured inputs, which run as the suite "inputs" in their own dtypes.
         dump: writes the inputs of failed checks.
+        releases: releases to simulate; where given, nothing else runs.
 
     Raises:
-        BadInput: a name that nothing has, or a file that is no good.
+        BadInput: a name that nothing has, a file that is no good, or a backend or device that is not simulated.
     """
+    if releases:
+        _check_simulated(backends, device)
     if dtype is not None and dtype not in DTYPES:
         raise BadInput("--dtype", given=repr(dtype), needed=f"one of {', '.join(DTYPES)}")
     known = [backend.name for backend in ordered()]
@@ -82,11 +95,19 @@ def plan(
         if name not in known:
             raise BadInput("--backend", given=repr(name), needed=f"one of {', '.join(known)}")
     found: list[Task] = []
-    chosen = [part for suite in suites for part in parts(suite)]
+    chosen = [part for suite in suites for part in parts(suite, simulated=bool(releases))]
     for part in [*chosen, *_captured(inputs, dtype)]:
         dtypes = part.dtypes if dtype is None else (dtype,)
-        found += tasks(part.subjects, backends or usable(), device, dtypes, dump)
-    return _chosen(found, cases), [] if backends else _absent(device)
+        found += tasks(part.subjects, releases or backends or usable(), device, dtypes, dump)
+    return _chosen(found, cases), [] if backends or releases else _absent(device)
+
+
+def _check_simulated(backends: Sequence[str], device: torch.device) -> None:
+    for name in backends:
+        if name != CUDNN:
+            raise BadInput("--backend", given=f"{name!r} with --cudnn-version", needed=f"{CUDNN!r} or none")
+    if device.type != "cpu":
+        raise BadInput("--device", given=f"'{device}' with --cudnn-version", needed="cpu: a release is simulated there")
 
 
 def _captured(files: Sequence[Path], dtype: str | None) -> list[Part]:

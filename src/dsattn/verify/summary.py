@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsattn.verify.records import Record, Verdict
+from dsattn.verify.matrix import releases_of, where
+from dsattn.verify.records import OWN_TABLES, Record, Verdict
 from dsattn.verify.run import DTYPES
 
 _ROUNDING = 1e-14
@@ -45,35 +46,90 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The rows of one backend on one device."""
+    """The rows of one backend on one device, or on one simulated release."""
 
     backend: str
     device: str
     rows: list[Row]
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing:
+    """The failed checks of an operator in a dtype on one backend and device, or on one simulated architecture.
+
+    Attributes:
+        operator: the operator.
+        dtype: short name of the dtype.
+        title: the backend and where it ran.
+        failures: the records.
+        releases: the simulated releases that they concern, in words.
+    """
+
+    operator: str
+    dtype: str
+    title: str
+    failures: list[Record]
+    releases: str = ""
 
 
 def tables(records: Sequence[Record], *, every: bool = False) -> list[Table]:
-    """One table per backend and device.
+    """One table per backend and device, and with `every` one per simulated release.
 
     Args:
-        records: what was checked; "not run" records have no row.
+        records: what was checked; "not run" records have no row, and those of `OWN_TABLES` neither.
         every: a row for every record instead of one for each operator and dtype.
     """
-    ran = [record for record in records if record.verdict != "not run"]
+    shown = [record for record in records if record.verdict != "not run" and record.suite not in OWN_TABLES]
+    ran = shown if every else [record for record in shown if not record.simulated]
     result = []
-    for backend, device in dict.fromkeys((record.backend, record.device) for record in ran):
-        mine = [record for record in ran if (record.backend, record.device) == (backend, device)]
+    for group in _grouped(ran, "backend", "device", "simulated", "release", "arch"):
         if every:
-            rows = [_row([record], every) for record in mine]
+            rows = [_row([record], every) for record in group]
         else:
-            groups: dict[tuple[str, str], list[Record]] = {}
-            for record in mine:
-                groups.setdefault((record.operator, record.dtype), []).append(record)
-            rows = [_row(group, every) for group in groups.values()]
-            order = list(dict.fromkeys(record.operator for record in mine)), list(DTYPES)
+            rows = [_row(same, every) for same in _grouped(group, "operator", "dtype")]
+            order = list(dict.fromkeys(record.operator for record in group)), list(DTYPES)
             rows.sort(key=lambda row: (order[0].index(row.operator), order[1].index(row.dtype)))
-        result.append(Table(backend=backend, device=device, rows=rows))
+        first = group[0]
+        result.append(Table(backend=first.backend, device=first.device, rows=rows, title=_title(first, first.release)))
     return result
+
+
+def failing(records: Sequence[Record]) -> list[Failing]:
+    """What failed, in the order of the tables, then of the simulated architectures."""
+    failed = [record for record in records if record.verdict == "fail"]
+    real = [
+        Failing(operator=row.operator, dtype=row.dtype, title=table.title, failures=row.failures)
+        for table in tables(failed)
+        for row in table.rows
+    ]
+    every = releases_of(records)
+    rest = [record for record in failed if record.simulated or record.suite in OWN_TABLES]
+    return real + [
+        Failing(
+            operator=group[0].operator,
+            dtype=group[0].dtype,
+            title=_title(group[0], None),
+            failures=group,
+            releases=where(releases_of(group), every),
+        )
+        for group in _grouped(rest, "suite", "backend", "arch", "operator", "dtype")
+    ]
+
+
+def _title(record: Record, release: str | None) -> str:
+    """Backend and device; of simulated ones the architecture, and the release if it is one."""
+    if not record.simulated:
+        return f"{record.backend} on {record.device}"
+    return f"{record.backend}{'' if release is None else f' {release}'} on a simulated {record.arch}"
+
+
+def _grouped(records: Iterable[Record], *names: str) -> list[list[Record]]:
+    """The records that agree in some fields together, in the order of the first of each group."""
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(getattr(record, name) for name in names), []).append(record)
+    return list(groups.values())
 
 
 def texts(records: Iterable[Record]) -> list[dict[str, Any]]:
@@ -98,14 +154,37 @@ def captured(records: Iterable[Record]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def unsupported(records: Iterable[Record]) -> list[tuple[str, int]]:
-    """Why checks were refused or not run, each reason with its count."""
-    counts: dict[str, int] = {}
+def unsupported(records: Sequence[Record]) -> list[tuple[str, int]]:
+    """Why checks were refused or not run, each reason with its count; of simulated releases also which ones."""
+    refused = [record for record in records if record.verdict in ("unsupported", "not run")]
+    every = releases_of(records)
+    found = []
+    groups: dict[str, list[Record]] = {}
+    for record in refused:
+        reason = record.reason
+        if record.release is not None:
+            # It is named behind, beside the others that refuse for the same reason.
+            reason = reason.replace(f"release {record.release}", "the release")
+        groups.setdefault(f"{record.verdict}: {record.backend}: {reason}", []).append(record)
+    for text, group in groups.items():
+        places = where(releases_of(group), every)
+        found.append((f"{text} [{places}]" if places else text, len(group)))
+    return found
+
+
+def by_torch(records: Sequence[Record]) -> list[tuple[str, int]]:
+    """What torch ran because a backend lacks it, each part with the number of checks that it was in."""
+    every = releases_of(records)
+    parts: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        if record.verdict in ("unsupported", "not run"):
-            text = f"{record.verdict}: {record.backend}: {record.reason}"
-            counts[text] = counts.get(text, 0) + 1
-    return list(counts.items())
+        for part in record.metrics.get("by_torch", ()):
+            parts.setdefault((record.backend, part), []).append(record)
+    found = []
+    for (backend, part), group in parts.items():
+        places = where(releases_of(group), every)
+        text = f"torch ran the {part}, which {backend} does not have here"
+        found.append((f"{text} [{places}]" if places else text, len(group)))
+    return found
 
 
 def _facts(metrics: dict[str, Any]) -> dict[str, Any]:

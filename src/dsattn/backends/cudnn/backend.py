@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from dsattn.backends.base import AttentionGradients, Backend, IndexerGradients
+from dsattn.backends.base import AttentionGradients, Backend, IndexerGradients, Launch
 from dsattn.backends.cudnn.calls import Calls
+from dsattn.backends.cudnn.contracts import releases
 from dsattn.backends.cudnn.folding import Fold, folds
+from dsattn.backends.cudnn.launches import launches
 from dsattn.backends.cudnn.losses import selected_loss, visible_loss
-from dsattn.backends.cudnn.namespace import Absence, Namespace, open_installed
+from dsattn.backends.cudnn.namespace import Absence, Namespace, installed_identity, open_installed
 from dsattn.backends.cudnn.refusals import refusal
 from dsattn.backends.cudnn.steps import Steps
 from dsattn.layouts import CausalLayout, TopK
+from dsattn.ops.attention import attend_backward
 from dsattn.ops.blocks import buffer_bytes
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
 from dsattn.ops.support import Selected
 from dsattn.ops.topk import choose, compact
 from dsattn.spec.problem import Problem
+
+# exp(-this) times any number of an output's size is far from overflow.
+_LEAST_LSE = -60.0
 
 
 class CudnnBackend(Backend):
@@ -38,6 +43,8 @@ class CudnnBackend(Backend):
 
     def __init__(self, namespace: Namespace | None = None, steps: Steps | None = None) -> None:
         self._given, self._steps = namespace, steps or Steps()
+        # A stand-in is here to be looked at, right or wrong; who wants it checked sets this.
+        self.checked = namespace is None
 
     @classmethod
     def simulated(
@@ -61,6 +68,14 @@ class CudnnBackend(Backend):
         """Not installed, cannot be imported, or no usable GPU; None if the frontend can be used."""
         found = self._given or _installed(None)
         return str(found) if isinstance(found, Absence) else None
+
+    def about(self) -> str:
+        """The release and the architecture, and whether the release's contract was read."""
+        found = self._given or _installed(None)
+        if isinstance(found, Absence):
+            return ""
+        known = "" if found.contract.known else f", newer than the contracts known here: taken for {releases()[-1]}"
+        return f"frontend {found.version} on {found.arch}{known}"
 
     def namespace_for(self, device: torch.device) -> Namespace:
         """The wrappers for tensors on `device`.
@@ -86,11 +101,19 @@ class CudnnBackend(Backend):
             "the kernels take NaN of index_q and index_k for 0, and what others make of NaN and infinities is not known"
         )
 
+    def launches(self, problem: Problem) -> frozenset[Launch]:
+        """See `Backend.launches`."""
+        return launches(problem, self.namespace_for(problem.device).contract)
+
+    def identity(self, device: torch.device) -> dict[str, str] | None:
+        """See `Backend.identity`: the versions of the frontend and its DSL, and a digest of the DSA's sources."""
+        return None if self._given is not None else installed_identity()
+
     def indexer_scores(self, x: IndexerInputs, layout: CausalLayout) -> Tensor:
         """See `Backend.indexer_scores`; the release's own mask is not trusted."""
         table = torch.full((layout.num_q, layout.num_k), -torch.inf, dtype=x.dtype, device=x.index_q.device)
         with self._on(x.index_q.device) as calls:
-            for fold, scores in _score_tables(calls, _positive(x), layout):
+            for fold, scores in _score_tables(calls, x, layout):
                 for piece, rows, _ in fold.parts():
                     columns = slice(0, piece.k_end - piece.k_begin)
                     table[piece.q_begin : piece.q_end, piece.k_begin : piece.k_end] = scores[rows, columns]
@@ -103,7 +126,7 @@ class CudnnBackend(Backend):
         kept = torch.full((layout.num_q, top_k), -torch.inf, dtype=x.dtype, device=device) if return_scores else None
         start, end = layout._shared_bounds(device)
         with self._on(device) as calls:
-            for fold, scores in _score_tables(calls, _positive(x), layout):
+            for fold, scores in _score_tables(calls, x, layout):
                 chosen = _chosen(calls, fold, scores, top_k)
                 for piece, rows, _ in fold.parts():
                     at, columns = slice(piece.q_begin, piece.q_end), slice(0, piece.k_end - piece.k_begin)
@@ -113,7 +136,7 @@ class CudnnBackend(Backend):
 
     def sparse_attention(self, a: AttentionInputs, topk: TopK) -> tuple[Tensor, Tensor]:
         """See `Backend.sparse_attention`."""
-        if _nothing(a.q, a.kv):
+        if _nothing(a.q, a.kv, topk.indices):
             out = a.q.new_zeros(*a.q.shape[:2], a.value_dim)
             return out, torch.full(a.q.shape[:2], -torch.inf, dtype=a.dtype, device=a.q.device)
         with self._on(a.q.device) as calls:
@@ -124,10 +147,12 @@ class CudnnBackend(Backend):
         self, a: AttentionInputs, topk: TopK, out: Tensor, lse: Tensor, d_out: Tensor
     ) -> AttentionGradients:
         """See `Backend.sparse_attention_backward`; the sink goes into the log-sum-exp, and its gradient is ours."""
-        if _nothing(a.q, a.kv):
+        if _nothing(a.q, a.kv, topk.indices):
             return torch.zeros_like(a.q), torch.zeros_like(a.kv), None if a.sink is None else torch.zeros_like(a.sink)
         total = lse if a.sink is None else _with_sink(lse, a.sink)
         with self._on(a.q.device) as calls:
+            if calls.has("sm90-attn-bwd-tail") and bool(((total < _LEAST_LSE) & (total != -torch.inf)).any()):
+                return attend_backward(a, Selected(topk.indices, topk.lengths, topk.num_k), d_out)
             d_q, d_kv = calls.attention_backward(
                 a.q, a.kv, out, d_out, total, topk.indices, topk.lengths, a.softmax_scale
             )
@@ -152,14 +177,13 @@ class CudnnBackend(Backend):
         if _nothing(x.index_q, x.index_k):
             zeros = torch.zeros_like(x.index_q), torch.zeros_like(x.index_k), torch.zeros_like(x.weights)
             return x.index_q.new_zeros((), dtype=x.dtype), zeros if with_gradients else None
-        positive = _positive(x)
+        positive = self._steps.positive(x)
         with self._on(x.index_q.device) as calls:
             if topk is None:
                 loss, gradients = visible_loss(calls, positive, a, layout, lse, options, with_gradients)
             else:
                 support = Selected(topk.indices, topk.lengths, topk.num_k)
-                batch = batch_of(layout)
-                loss, gradients = selected_loss(calls, positive, a, support, batch, lse, options, with_gradients)
+                loss, gradients = selected_loss(calls, positive, a, support, layout, lse, options, with_gradients)
         if gradients is not None and positive is not x:
             gradients = (*gradients[:2], -gradients[2])
         return loss, gradients
@@ -176,30 +200,16 @@ def _installed(device: torch.device | None) -> Namespace | Absence:
     return open_installed(device)
 
 
-def batch_of(layout: CausalLayout) -> int:
-    """The number of entries of equal size that hold one segment each, with their own rows and keys; 1 if it is none."""
-    count = len(layout.segments)
-    if count < 2 or layout.num_q % count or layout.num_k % count:
-        return 1
-    rows, keys = layout.num_q // count, layout.num_k // count
-    own = all(
-        s.q_start >= i * rows
-        and s.q_start + s.q_len <= (i + 1) * rows
-        and s.k_start >= i * keys
-        and s.k_start + s.k_len <= (i + 1) * keys
-        for i, s in enumerate(layout.segments)
-    )
-    return count if own else 1
-
-
 def _score_tables(calls: Calls, x: IndexerInputs, layout: CausalLayout) -> Iterator[tuple[Fold, Tensor]]:
     """Every launch of the layout with its scores [T, max_keys], -inf at unseen keys and never -0."""
+    x = calls.steps.positive(x)
     elements = buffer_bytes(x.index_q.device) // 4
     for fold in folds(layout, squared=calls.squared("indexer_forward"), elements=elements):
         table = calls.scores(
             fold.queries(x.index_q), fold.keys(x.index_k), fold.queries(x.weights), fold, float(x.scale)
         )
-        yield fold, calls.steps.masked(calls.steps.ranked(table), fold.seen(table.device), -torch.inf)
+        seen = fold.seen(table.device)
+        yield fold, calls.steps.masked("indexer_forward", calls.steps.ranked(table), seen, -torch.inf)
 
 
 def _chosen(calls: Calls, fold: Fold, scores: Tensor, top_k: int) -> Tensor:
@@ -217,12 +227,7 @@ def _chosen(calls: Calls, fold: Fold, scores: Tensor, top_k: int) -> Tensor:
         slots = torch.where(used, columns, scores.shape[1]).long()
         chosen = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
         return chosen.scatter_(1, slots, True)[:, :-1]
-    return calls.steps.repaired(scores, seen, values, used, counts)
-
-
-def _positive(x: IndexerInputs) -> IndexerInputs:
-    """The same scores with a scale that is not negative: the kernels gate on the sign of scale * dot."""
-    return x if x.scale >= 0 else replace(x, weights=-x.weights, scale=-x.scale)
+    return calls.steps.repaired(scores, seen, columns, values, used, counts)
 
 
 def _with_sink(lse: Tensor, sink: Tensor) -> Tensor:
@@ -230,6 +235,6 @@ def _with_sink(lse: Tensor, sink: Tensor) -> Tensor:
     return torch.logaddexp(lse, sink.to(lse.dtype)).masked_fill(lse == -torch.inf, -torch.inf)
 
 
-def _nothing(queries: Tensor, keys: Tensor) -> bool:
-    """Whether there is nothing to launch."""
-    return queries.shape[0] == 0 or keys.shape[0] == 0
+def _nothing(*tensors: Tensor) -> bool:
+    """Whether there is nothing to launch: no query row, no key row or no slot."""
+    return any(x.numel() == 0 for x in tensors)

@@ -55,7 +55,7 @@ class Caller:
             raise ContractDrift(release, given="no such wrapper", needed="one, as its contract says")
         settled = {key: value for key, value in SETTLED.get(name, {}).items() if self.namespace.accepts(name, key)}
         try:
-            return self.steps.invoke(wrapper, {**settled, **arguments, "stream": None})
+            return self.steps.invoke(name, wrapper, {**settled, **arguments, "stream": None})
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

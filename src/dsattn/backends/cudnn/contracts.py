@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from dsattn.backends.cudnn.contracts_table import ARCHS, LIMITS, applies, facts_of, parameters, parsed, table
+from dsattn.backends.cudnn.contracts_table import ARCHS, LIMITS, applies, facts_of, parameters, parsed, read, table
 from dsattn.errors import BackendMissing, BadInput
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def releases() -> tuple[Version, ...]:
 
 def distribution() -> Mapping[str, str]:
     """What the frontend is called: `name` on the index, `module`, the `folder` of its DSA, the `extra` to install."""
-    return {key: value for key, value in table()["distribution"].items() if isinstance(value, str)}
+    return {key: value for key, value in read()["distribution"].items() if isinstance(value, str)}
 
 
 @cache

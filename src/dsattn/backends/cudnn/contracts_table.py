@@ -24,7 +24,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "ids": ("local", "global", "flat"),
     "id_check": ("own batch", "whole buffer"),
     "id_beyond": ("zero key", "stale key"),
-    "hole": ("score 0", "unused", "stale key"),
+    "hole": ("score 0", "stale key"),
     "tail": ("zero", "unwritten"),
     "alignment": ("bottom-right", "top-left"),
     "masked": ("-inf", "0", "mixed"),
@@ -50,16 +50,21 @@ Row = dict[str, Any]
 
 
 @cache
+def read() -> dict[str, Any]:
+    """The whole file as it stands."""
+    with PATH.open("rb") as file:
+        return tomllib.load(file)
+
+
+@cache
 def table() -> dict[str, Any]:
     """The whole file, checked.
 
     Raises:
         BadInput: a row is wrong; the message says which.
     """
-    with PATH.open("rb") as file:
-        read = tomllib.load(file)
-    check(read)
-    return read
+    check(read())
+    return read()
 
 
 @cache
@@ -109,21 +114,21 @@ def parameters_of(arguments: ast.arguments) -> Iterator[tuple[str, bool, str | N
         yield argument.arg, True, None if default is None else ast.unparse(default)
 
 
-def check(read: dict[str, Any]) -> None:
+def check(file: dict[str, Any]) -> None:
     """Checks every row: keys, words, releases, and that no two hold at once.
 
     Raises:
         BadInput: the first row that is wrong.
     """
-    releases = [parsed(text) for text in read["distribution"]["releases"]]
+    releases = [parsed(text) for text in file["distribution"]["releases"]]
     _need(releases == sorted(set(releases)), "releases", "ascending")
-    for name, wrapper in read["wrapper"].items():
+    for name, wrapper in file["wrapper"].items():
         for fact, rows in wrapper.items():
             if fact not in ("symbol", "relies"):
                 _need(fact in FACTS, f"{name}.{fact}", f"a fact of {', '.join(FACTS)}")
                 for row in rows:
                     _check_row(f"{name}.{fact}", fact, row)
-                    _check_evidence(f"{name}.{fact}", row, read["evidence"])
+                    _check_evidence(f"{name}.{fact}", row, file["evidence"])
         for release in releases:
             for arch in ARCHS:
                 _check_release(name, wrapper, release, arch)
@@ -131,14 +136,14 @@ def check(read: dict[str, Any]) -> None:
         missing = set(wrapper.get("relies", ())) - set(newest)
         _need(not missing, f"{name}.relies", f"parameters of the newest signature, not {', '.join(missing)}")
     seen: set[str] = set()
-    for row in read["defect"]:
+    for row in file["defect"]:
         where = f"defect {row.get('id')!r}"
         _need({"id", "wrappers", "by", "what"} <= set(row), where, "id, wrappers, by and what")
         _need(set(row) <= {"id", "wrappers", "by", "what", "from", "until", "arch"}, where, "no other key")
         _need(row["id"] not in seen, where, "an id of its own")
-        _need(set(row["wrappers"]) <= set(read["wrapper"]), where, "wrappers of the table")
+        _need(set(row["wrappers"]) <= set(file["wrapper"]), where, "wrappers of the table")
         _check_range(where, row)
-        _check_evidence(where, row, read["evidence"])
+        _check_evidence(where, row, file["evidence"])
         seen.add(row["id"])
 
 

@@ -24,7 +24,6 @@ from dsattn.backends.cudnn.sizes import (
     padded,
     ready,
 )
-from dsattn.backends.cudnn.steps import FAR
 from dsattn.errors import ContractDrift
 
 
@@ -33,7 +32,7 @@ class DenseCalls(Caller):
 
     def squared(self, name: str) -> bool:
         """Whether a wrapper takes no offsets, so that pieces have to be brought into a form that needs none."""
-        return self.wrapper(name).alignment == "bottom-right"
+        return self.steps.squared(name, self.wrapper(name).alignment)
 
     def scores(self, q: Tensor, k: Tensor, w: Tensor, fold: Fold, scale: float) -> Tensor:
         """Indexer scores fp32 [T, max_keys] from bf16 or, where the release takes them, fp32 weights.
@@ -57,7 +56,9 @@ class DenseCalls(Caller):
     def parts(self, name: str, weights: Tensor) -> tuple[Tensor, ...]:
         """The weights as the wrapper takes them."""
         taken = self.wrapper(name).dtypes_of("w")
-        return (weights,) if str(weights.dtype).removeprefix("torch.") in taken else self.steps.weight_parts(weights)
+        if str(weights.dtype).removeprefix("torch.") in taken:
+            return (weights,)
+        return self.steps.weight_parts(name, weights, 3)
 
     def dense_indexer(self, q: Tensor, k: Tensor, w: Tensor, fold: Fold, scale: float) -> tuple[Tensor, Tensor]:
         """Indexer scores fp32 [T, max_keys], -inf at unseen keys, and their log-sum-exp [T]; arguments as `scores`."""
@@ -66,10 +67,10 @@ class DenseCalls(Caller):
         common = {"q": padded(q, heads=heads, width=INDEX_WIDTH), "k": padded(k, width=INDEX_WIDTH)[:, None]}
         tables = [
             self._dense(name, fold, **common, weights=padded(part, heads=heads), sm_scale=scale)["out"]
-            for part in self.steps.weight_parts(w, parts=3)
+            for part in self.steps.weight_parts(name, w, 3)
         ]
         table = sum(tables[1:], tables[0])
-        table = self.steps.masked(table, fold.seen(table.device), -torch.inf)
+        table = self.steps.masked(name, table, fold.seen(table.device), -torch.inf)
         return table, table.logsumexp(1)
 
     def dense_attention_mass(
@@ -86,17 +87,15 @@ class DenseCalls(Caller):
         """
         name = "dense_attn_score_recompute"
         heads, width = heads_of(self.wrapper(name), q.shape[1]), width_of(q.shape[2])
-        lse = self.steps.lse_to_kernel(lse)
         table = self._dense(
             name,
             fold,
             q=padded(q, heads=heads, width=width),
             k=padded(kv, width=width)[:, None],
-            # A head of padding has no mass.
-            lse=torch.nn.functional.pad(lse, (0, heads - lse.shape[1]), value=FAR),
+            lse=self.steps.lse_of_heads(self.steps.lse_to_kernel(lse), heads),
             softmax_scale=scale,
         )["out"]
-        table = self.steps.masked(table, fold.seen(table.device), 0.0)
+        table = self.steps.masked(name, table, fold.seen(table.device), 0.0)
         return table, table.sum(1)
 
     def _dense(self, name: str, fold: Fold, **tensors: Any) -> dict[str, Tensor]:
@@ -216,7 +215,7 @@ class DenseCalls(Caller):
                     given="no parameter q_causal_offsets",
                     needed="one: the causal offsets of this call are not zero, and what it would take is not known",
                 )
-            arguments["q_causal_offsets"] = self.steps.offsets(fold, device)
+            arguments["q_causal_offsets"] = self.steps.offsets(name, fold, device)
         return batched, arguments
 
     def top_k(self, scores: Tensor, lengths: Tensor, top_k: int) -> tuple[Tensor, Tensor, bool]:

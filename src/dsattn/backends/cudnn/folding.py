@@ -14,12 +14,15 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from dsattn.backends.cudnn.sizes import INDEXABLE, KEY_WIDTHS, SCORE_HEADS
 from dsattn.layouts import CausalLayout
 
 # The first call of a kernel with one row breaks on Hopper, and as many offsets as rows may be read as per-row ones.
 MIN_ROWS = 2
 # Sequences of one launch: they are a dimension of its grid.
 MAX_PIECES = 65_535
+# Query rows of one launch: with the most heads and the widest key rows a 32-bit index reaches no further.
+MAX_ROWS = INDEXABLE // (SCORE_HEADS[-1] * KEY_WIDTHS[-1])
 # Keys that one launch may hold copies of, times the keys of the call.
 MAX_COPIES = 2
 
@@ -126,6 +129,22 @@ class Fold:
             yield piece, slice(q, q + piece.q_end - piece.q_begin), slice(k, k + piece.k_end - piece.k_begin)
 
 
+def batch_of(layout: CausalLayout) -> int:
+    """The number of entries of equal size that hold one segment each, with their own rows and keys; 1 if it is none."""
+    count = len(layout.segments)
+    if count < 2 or layout.num_q % count or layout.num_k % count:
+        return 1
+    rows, keys = layout.num_q // count, layout.num_k // count
+    own = all(
+        s.q_start >= i * rows
+        and s.q_start + s.q_len <= (i + 1) * rows
+        and s.k_start >= i * keys
+        and s.k_start + s.k_len <= (i + 1) * keys
+        for i, s in enumerate(layout.segments)
+    )
+    return count if own else 1
+
+
 def folds(layout: CausalLayout, *, squared: bool, elements: int) -> tuple[Fold, ...]:
     """The launches that cover every row that sees a key, in row order.
 
@@ -141,14 +160,14 @@ def folds(layout: CausalLayout, *, squared: bool, elements: int) -> tuple[Fold, 
 def _folds(layout: CausalLayout, squared: bool, elements: int) -> tuple[Fold, ...]:
     found: list[Fold] = []
     held: list[Piece] = []
+    rows = keys = longest = 0
     for piece in _pieces(layout, squared, elements):
-        together = [*held, piece]
-        table = sum(p.rows for p in together) * max(p.keys for p in together)
-        copies = sum(p.keys for p in together)
-        if held and (table > elements or copies > MAX_COPIES * layout.num_k or len(held) == MAX_PIECES):
+        rows, keys, longest = rows + piece.rows, keys + piece.keys, max(longest, piece.keys)
+        too_large = rows * longest > elements or rows > MAX_ROWS or keys > MAX_COPIES * layout.num_k
+        if held and (too_large or len(held) == MAX_PIECES):
             found.append(Fold(tuple(held), layout.ratio))
-            together = [piece]
-        held = together
+            held, rows, keys, longest = [], piece.rows, piece.keys, piece.keys
+        held.append(piece)
     if held:
         found.append(Fold(tuple(held), layout.ratio))
     return tuple(found)
@@ -163,34 +182,35 @@ def _pieces(layout: CausalLayout, squared: bool, elements: int) -> Iterator[Piec
         while begin < segment.q_len:
             # Beyond this every row sees all keys: a smaller offset says the same, and is padded to less.
             offset = min(segment.q_offset + begin, segment.k_len * layout.ratio - 1)
-            rows = _rows_that_fit(offset, segment.q_len - begin, segment.k_len, layout.ratio, elements)
-            seen = min((offset + rows) // layout.ratio, segment.k_len)
+            rest = segment.q_len - begin
+            count, rows, keys = _that_fit(offset, rest, segment.k_len, layout.ratio, squared, elements)
+            seen = min((offset + count) // layout.ratio, segment.k_len)
             if seen > 0:
-                keys = _squared_keys(offset, rows, layout.ratio) if squared else seen
                 yield Piece(
                     q_begin=segment.q_start + begin,
-                    q_end=segment.q_start + begin + rows,
+                    q_end=segment.q_start + begin + count,
                     k_begin=segment.k_start,
                     k_end=segment.k_start + seen,
                     offset=offset,
-                    rows=keys * layout.ratio - offset if squared else max(rows, MIN_ROWS),
+                    rows=rows,
                     keys=keys,
                 )
-            begin += rows
+            begin += count
 
 
-def _squared_keys(offset: int, rows: int, ratio: int) -> int:
-    """The least number of keys at which rows = keys * ratio - offset are as many as there are, and `MIN_ROWS`."""
-    return -(-(offset + max(rows, MIN_ROWS)) // ratio)
-
-
-def _rows_that_fit(offset: int, rows: int, keys: int, ratio: int, elements: int) -> int:
-    """How many of the rows a table of `elements` entries can hold, at least one."""
-    if rows * min((offset + rows) // ratio, keys) <= elements:
-        return rows
-    # Each row sees at most what the last one does, so this many rows fit whatever they see.
-    fit = max(1, elements // max(1, min((offset + rows) // ratio, keys)))
-    return min(rows, fit)
+def _that_fit(offset: int, count: int, keys: int, ratio: int, squared: bool, elements: int) -> tuple[int, int, int]:
+    """How many of `count` rows make a piece, at least one, and the rows and keys that it is padded to."""
+    while True:
+        if squared:
+            # The least number of keys at which keys * ratio - offset rows are enough.
+            padded_keys = -(-(offset + max(count, MIN_ROWS)) // ratio)
+            padded_rows = padded_keys * ratio - offset
+        else:
+            padded_keys, padded_rows = min((offset + count) // ratio, keys), max(count, MIN_ROWS)
+        fits = padded_rows * padded_keys <= elements and padded_rows <= MAX_ROWS
+        if fits or count == 1:
+            return count, padded_rows, padded_keys
+        count = -(-count // 2)
 
 
 def _starts(sizes: list[int]) -> list[int]:

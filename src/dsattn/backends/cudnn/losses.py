@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsattn.backends.cudnn.calls import Calls
-from dsattn.backends.cudnn.folding import Fold, Piece, folds
+from dsattn.backends.cudnn.folding import Fold, Piece, batch_of, folds
 from dsattn.layouts import CausalLayout
 from dsattn.ops.attention import attend
 from dsattn.ops.blocks import Block, buffer_bytes, run_blocks
@@ -30,7 +30,7 @@ def selected_loss(
     x: IndexerInputs,
     a: AttentionInputs,
     support: Selected,
-    batch: int,
+    layout: CausalLayout,
     lse: Tensor | None,
     options: LossOptions,
     with_gradients: bool,
@@ -42,7 +42,7 @@ def selected_loss(
         x: the indexer's side; its scale is not negative.
         a: the attention's side.
         support: the selection.
-        batch: entries of equal size that rows and keys may be called as.
+        layout: the segments of the call.
         lse: [t, h] of the attention over the selection; computed where not given.
         options: of the loss.
         with_gradients: whether to compute gradients.
@@ -52,17 +52,18 @@ def selected_loss(
     counted, weight = row_weight(support, options, torch.float32)
     used = torch.arange(support.ids.shape[1], device=support.ids.device) < support.lengths[:, None]
     ids = support.ids.masked_fill(~used, -1)
+    ids, batch = calls.steps.flat_ids(ids, layout), _entries(ids, batch_of(layout), support.num_k)
     lse = attend(a, support)[1] if lse is None else lse
     mass = calls.attention_mass(a.q, a.kv, lse, ids, support.lengths, a.softmax_scale, batch)
     teacher = _over_ranks(mass * a.q.shape[1], options.tp_group)
     loss, student, d_weights = _student(calls, x, support, teacher, torch.where(counted, weight, 0.0), with_gradients)
     if not with_gradients:
         return loss, None
-    given = {"teacher": teacher, "student": calls.steps.student(student, used), "row_weight": _any(counted, weight)}
+    tables = calls.backward_tables(ids, teacher, calls.steps.student(student, used))
     d_q, d_k, low_d_weights = _summed(
         [
-            calls.indexer_backward(x.index_q, x.index_k, part, ids, x.scale, batch, **given)
-            for part in calls.steps.weight_parts(x.weights)
+            calls.indexer_backward(x.index_q, x.index_k, part, tables, x.scale, batch, _any(counted, weight))
+            for part in calls.steps.weight_parts("indexer_backward", x.weights, 2)
         ]
     )
     d_weights = low_d_weights if d_weights is None else d_weights
@@ -163,17 +164,17 @@ class _Visible:
         if not self.with_gradients:
             return
         kept = fold.queries(self.counted.to(torch.float32)) > 0
+        silent, sent = self.calls.steps.silenced(teacher, lse, kept)
         given = {
-            "teacher": teacher.masked_fill(~kept[:, None], 0.0),
+            "teacher": silent,
             "scores": self.calls.steps.raised(scores, lse),
-            # exp(score - this) is 0, so a row that does not count has no student either.
-            "lse": lse.masked_fill(~kept, torch.inf),
+            "lse": sent,
             "row_weight": _any(self.counted, self.weight),
         }
         d_q, d_k, d_w = _summed(
             [
                 self.calls.dense_backward(q, k, part, fold, x.scale, **given)
-                for part in self.calls.steps.weight_parts(weights)
+                for part in self.calls.steps.weight_parts("dense_indexer_backward", weights, 2)
             ]
         )
         for piece, rows, keys in fold.parts():
@@ -196,6 +197,21 @@ class _Visible:
         d_scores = torch.where(seen, d_scores, 0.0)
         with exact_products(d_scores.device):
             return block_weights_gradient(self.x, block, keys, d_scores, seen)
+
+
+def _entries(ids: Tensor, batch: int, num_k: int) -> int:
+    """`batch`, or 1 where a row selects a key of another entry: of a call with a batch the kernels would drop it.
+
+    Only a caller's own selection can do that. An accelerator is not waited for: there it is an assertion of the device.
+    """
+    if batch == 1:
+        return 1
+    entry = torch.arange(batch, device=ids.device).repeat_interleave(len(ids) // batch)[:, None]
+    own = ((ids < 0) | (ids // (num_k // batch) == entry)).all()
+    if ids.device.type == "cpu":
+        return batch if own else 1
+    torch._assert_async(own, "a selection in which a row has keys of another batch entry")
+    return batch
 
 
 def _over_ranks(mass: Tensor, group: dist.ProcessGroup | None) -> Tensor:

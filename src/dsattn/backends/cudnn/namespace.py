@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -150,6 +150,18 @@ def find() -> Installed | Absence:
     if not folder.is_dir():
         return Absence("too old", f"{names['name']} {version} has no {folder}; {releases()[0]} or newer has")
     return Installed(version, folder)
+
+
+@cache
+def installed_identity() -> dict[str, str] | None:
+    """What the numbers of the installed kernels hang on; None where no frontend is installed."""
+    from dsattn.backends.trust.keys import folder_hash, package_version
+
+    found = find()
+    if isinstance(found, Absence):
+        return None
+    dsl = "nvidia-cutlass-dsl"
+    return {"frontend": str(found.version), dsl: package_version(dsl), "DSA": folder_hash(found.folder)}
 
 
 def architecture(device: torch.device | int | None = None) -> str | Absence:

@@ -24,13 +24,13 @@ from dsattn.backends.cudnn.sizes import (
     padded,
     processors,
     ready,
-    slots_for,
 )
-from dsattn.backends.cudnn.steps import FAR
 from dsattn.errors import ContractDrift
 
 # Heads that any kernel of this kind takes at once.
 _GROUP = 64
+# Ids, teacher and student of the selected keys, each [t, slots].
+Tables = tuple[Tensor, Tensor, Tensor]
 
 
 class SparseCalls(Caller):
@@ -51,8 +51,8 @@ class SparseCalls(Caller):
             batch: entries of equal size that rows and keys may be called as.
         """
         name, width = "sparse_attn_score_recompute", width_of(q.shape[2])
-        slots = slots_for(ids.shape[1], power_of_two=self.has("sm100-score-slots"))
-        padded_ids, lse = self.steps.padded_slots(ids, slots, -1), self.steps.lse_to_kernel(lse)
+        slots = self.steps.slots(name, ids.shape[1], power_of_two=self.has("sm100-score-slots"))
+        padded_ids, lse = _with_slots(ids, slots, -1), self.steps.lse_to_kernel(lse)
         q, kv = padded(q, width=width), ready(padded(kv, width=width))
         group = _GROUP if self.has("sm100-score-shared-memory") else q.shape[1]
         heads = heads_of(self.wrapper(name), group)
@@ -65,14 +65,14 @@ class SparseCalls(Caller):
                     name,
                     padded(own_q, heads=heads),
                     kv,
-                    F.pad(own_lse, (0, heads - own_lse.shape[1]), value=FAR),
+                    self.steps.lse_of_heads(own_lse, heads),
                     (padded_ids[rows], lengths[rows]),
                     scale,
                     entries,
                 )
                 # Every call divides by its own sum: the number of its heads.
                 mass[rows] += found * (own_q.shape[1] / q.shape[1])
-        return self.steps.masked(mass[:, : ids.shape[1]], ids >= 0, 0.0)
+        return mass[:, : ids.shape[1]].masked_fill(ids < 0, 0.0)
 
     def _mass(
         self, name: str, q: Tensor, kv: Tensor, lse: Tensor, selected: tuple[Tensor, Tensor], scale: float, entries: int
@@ -82,7 +82,7 @@ class SparseCalls(Caller):
         count = max(len(q), MIN_ROWS)
         given = {"q_attn": q, "lse": lse}
         given = {key: padded(x, rows=count) for key, x in given.items()}
-        given["topk_indices"] = self._ids(F.pad(ids, (0, 0, 0, count - len(ids)), value=-1), entries)
+        given["topk_indices"] = F.pad(ids, (0, 0, 0, count - len(ids)), value=-1)
         given["topk_length"] = padded(lengths, rows=count)
         shaped: dict[str, Tensor | None] = {key: ready(x.unflatten(0, (entries, -1))) for key, x in given.items()}
         if self.has("sm100-attn-score-topk-length"):
@@ -98,17 +98,25 @@ class SparseCalls(Caller):
         )
         return result["target"].flatten(0, 1)[: len(q)]
 
+    def backward_tables(self, ids: Tensor, teacher: Tensor, student: Tensor) -> Tables:
+        """The tables of `indexer_backward`, with slots as it takes them.
+
+        Args:
+            ids: int32 [t, k], flat key rows; -1 in unused slots and in rows that do not count.
+            teacher: [t, k], 0 where ids are -1.
+            student: [t, k], 0 where ids are -1.
+        """
+        slots = self.steps.slots("indexer_backward", ids.shape[1])
+        return _with_slots(ids, slots, -1), _with_slots(teacher, slots, 0.0), _with_slots(student, slots, 0.0)
+
     def indexer_backward(
         self,
         q: Tensor,
         k: Tensor,
         w: Tensor,
-        ids: Tensor,
+        tables: Tables,
         scale: float,
         batch: int,
-        *,
-        teacher: Tensor,
-        student: Tensor,
         row_weight: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q and w (bf16) and of k (fp32) for row_weight * KL(teacher || student).
@@ -117,37 +125,30 @@ class SparseCalls(Caller):
             q: [t, h_i, d_i].
             k: [s, d_i].
             w: [t, h_i], bf16.
-            ids: int32 [t, k], flat key rows; -1 in unused slots and in rows that do not count.
+            tables: `backward_tables`, which stay as they are.
             scale: of the scores.
             batch: entries of equal size that rows and keys may be called as.
-            teacher: [t, k], 0 where ids are -1.
-            student: [t, k], 0 where ids are -1.
             row_weight: one element.
         """
         name = "indexer_backward"
         wrapper = self.wrapper(name)
-        heads, slots = heads_of(wrapper, q.shape[1]), slots_for(ids.shape[1], power_of_two=False)
-        rounded = bool(wrapper.recompiles)
+        heads, rounded = heads_of(wrapper, q.shape[1]), bool(wrapper.recompiles)
+        ids, teacher, student = tables
         keys = padded(k, width=INDEX_WIDTH, rows=bucket(len(k)) if rounded else None)
         (_, own_heads, own_width), own_keys = q.shape, k.shape
         q, w = padded(q, heads=heads, width=INDEX_WIDTH), padded(w, heads=heads)
-        tables = {
-            "topk_indices": self.steps.padded_slots(ids, slots, -1),
-            "attn_score": self.steps.padded_slots(teacher, slots, 0.0),
-            "index_score": self.steps.padded_slots(student, slots, 0.0),
-        }
         d_q, d_w = torch.empty_like(q), torch.empty_like(w)
         d_k = torch.zeros(keys.shape, dtype=torch.float32, device=k.device)
         for rows, entries in self._launches(name, len(q), 1 if rounded else batch, heads * INDEX_WIDTH):
             count = rows.stop - rows.start
             whole = bucket(count) if rounded else count
-            given = {"index_q": padded(q[rows], rows=whole), "weights": padded(w[rows], rows=whole)}
-            for key, table in tables.items():
-                fill = -1 if key == "topk_indices" else 0
-                # The kernel writes to the scores, and they are used again.
-                part = table[rows] if key == "topk_indices" else self.steps.scratch(table[rows])
-                given[key] = F.pad(part, (0, 0, 0, whole - count), value=fill)
-            given["topk_indices"] = self._ids(given["topk_indices"], entries)
+            given = {
+                "index_q": padded(q[rows], rows=whole),
+                "weights": padded(w[rows], rows=whole),
+                "attn_score": self.steps.scratch(padded(teacher[rows], rows=whole)),
+                "index_score": self.steps.scratch(padded(student[rows], rows=whole)),
+                "topk_indices": F.pad(ids[rows], (0, 0, 0, whole - count), value=-1),
+            }
             shaped = {key: ready(x.unflatten(0, (entries, -1))) for key, x in given.items()}
             result = self.run(
                 name,
@@ -179,7 +180,7 @@ class SparseCalls(Caller):
             own = q[:, part : part + group]
             count = own.shape[1]
             # A head of padding has zero queries, and its result is dropped.
-            extra = None if sink is None else F.pad(sink[part : part + group], (0, group - count))
+            extra = None if sink is None else ready(F.pad(sink[part : part + group], (0, group - count)))
             found = [
                 self.run(
                     name,
@@ -222,12 +223,10 @@ class SparseCalls(Caller):
             scale: multiplies the dots.
         """
         name, width = "sparse_attention_backward", width_of(q.shape[2])
-        least = _GROUP if self.has("sm90-attn-bwd-h64") else 1
-        heads = heads_of(self.wrapper(name), max(least, q.shape[1]), ATTENTION_HEADS)
-        empty = lengths == 0
-        # A row of length 0 leaves memory unwritten, or hangs: it gets one key, of probability 0.
-        ids = torch.where(empty[:, None], F.pad(ids.new_zeros(1, 1), (0, ids.shape[1] - 1), value=-1), ids)
-        lengths, lse = lengths.clamp(min=1), self.steps.lse_to_kernel(lse)
+        least = self.steps.tiled_heads(q.shape[1], shared=self.has("sm90-attn-bwd-h64"))
+        heads = heads_of(self.wrapper(name), least, ATTENTION_HEADS)
+        # What a row gets that has no key has probability 0.
+        (ids, lengths), lse = self.steps.with_a_key(ids, lengths), self.steps.lse_to_kernel(lse)
         no_sink = torch.full((heads,), -torch.inf, dtype=torch.float32, device=q.device)
         d_q, d_kv = torch.empty_like(q), torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         keys = ready(padded(kv, width=width))
@@ -238,7 +237,7 @@ class SparseCalls(Caller):
                 kv=keys,
                 out=ready(padded(out[rows], heads=heads, width=512)),
                 dout=ready(padded(d_out[rows], heads=heads, width=512)),
-                lse=ready(F.pad(lse[rows], (0, heads - lse.shape[1]), value=FAR)),
+                lse=ready(self.steps.lse_of_heads(lse[rows], heads)),
                 attn_sink=no_sink,
                 topk_idxs=ready(ids[rows]),
                 softmax_scale=scale,
@@ -248,7 +247,7 @@ class SparseCalls(Caller):
             )
             d_q[rows] = result["dq"][:, : q.shape[1], : q.shape[2]]
             d_kv += result["dkv"][:, : kv.shape[1]]
-        return d_q.masked_fill(empty[:, None, None], 0), d_kv
+        return d_q, d_kv
 
     def _launches(self, name: str, rows: int, batch: int, row_elements: int) -> Iterator[tuple[slice, int]]:
         """Row ranges of single launches, with the batch entries of each: all at once where nothing limits it."""
@@ -256,15 +255,12 @@ class SparseCalls(Caller):
         most = min(wrapper.max_rows or GRID_ROWS, max(1, INDEXABLE // row_elements))
         if any(defect.id == "sm100-score-race" for defect in self.namespace.contract.defects_of(name)):
             # A block that takes no second row has nothing to overwrite.
-            most = min(most, processors())
-        elif rows // batch >= MIN_ROWS and rows // batch <= most and rows * row_elements <= INDEXABLE:
+            most = self.steps.launch_rows(most, processors())
+        elif MIN_ROWS <= rows // batch <= most and batch <= GRID_ROWS and rows * row_elements <= INDEXABLE:
             yield slice(0, rows), batch
             return
         for begin in range(0, rows, most):
             yield slice(begin, min(begin + most, rows)), 1
-
-    def _ids(self, ids: Tensor, entries: int) -> Tensor:
-        return self.steps.folded_ids(ids) if entries == 1 else ids
 
     def _id_space(self, name: str, entries: int) -> dict[str, bool]:
         """The argument that says what flat ids are, where the wrapper has one.
@@ -273,7 +269,7 @@ class SparseCalls(Caller):
             ContractDrift: it has none, keeps a batch, and does not take flat ids by itself.
         """
         if self.namespace.accepts(name, "topk_indices_global"):
-            return self.steps.id_space()
+            return self.steps.id_space(name)
         if entries > 1 and self.wrapper(name).ids != "global":
             raise ContractDrift(
                 f"cuDNN frontend {self.namespace.version}: {name}",
@@ -281,3 +277,8 @@ class SparseCalls(Caller):
                 needed="one: ids of a batch are flat here, and what it takes them for is not known",
             )
         return {}
+
+
+def _with_slots(table: Tensor, slots: int, fill: float) -> Tensor:
+    """A table [t, k] with `fill` in further slots."""
+    return F.pad(table, (0, slots - table.shape[1]), value=fill)

@@ -1,5 +1,7 @@
 """Mutants: the torch backend with one fault in one part of one operator. `self_test` shows that verify catches them.
 
+Those of the cuDNN backend are in `steps`, their faults in `cudnn`.
+
 A part is an operator's forward or its backward; the loss has both for either choice of keys. A mutant runs every other
 part as the torch backend does, so what catches it is the check of its own operator or, where a fault shows in no direct
 call, that of the whole layer.
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsattn.backends import TorchBackend
+from dsattn.backends import Backend, TorchBackend
 from dsattn.backends.base import AttentionGradients, IndexerGradients
 from dsattn.layouts import CausalLayout, TopK
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
@@ -103,12 +105,22 @@ class Mutant(TorchBackend):
     Args:
         fault: what is wrong.
         part: where, one of `PARTS`.
+
+    Attributes:
+        cases: the cases that it is run through; None for all.
     """
+
+    cases: tuple[str, ...] | None = None
 
     def __init__(self, fault: Fault = NO_FAULT, part: Part = "") -> None:
         self.fault, self.part = fault, part
         self.name = f"{fault.name} in {part}" if part else "control"
         self._batch: int | None = None
+
+    @property
+    def backend(self) -> Backend:
+        """What is judged."""
+        return self
 
     @property
     def checks(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def sparse_attention_backward(sim: Simulated, a: Arguments) -> dict[str, Any]:
         keys = keys.masked_fill(chosen.garbage[at][..., None], torch.nan)
         logits = scale * (q[at] @ keys.mT) - total[at][..., None]
         p = torch.exp(logits)
-        if sim.since("1.29") or not sim.sm90:
+        if not sim.has("sm90-attn-bwd-tail"):
             p = torch.where(chosen.counts[at][:, None], p, 0.0)
         d_logits = p * (d_out[at] @ keys[..., :VALUE_WIDTH].mT - dots[at][..., None])
         d_q[at] = scale * (d_logits @ keys)

@@ -68,7 +68,8 @@ def masked_scores(sim: Simulated, a: Arguments, span: Span, q: Tensor, k: Tensor
     scores = indexer_scores(sim, q[rows], k[keys], w[rows], float(a.sm_scale))
     leaks = sim.has("sm90-h32-leak")
     shown = visible_with_leak(span, a.ratio, q.shape[1]) if leaks else visible(span, a.ratio)
-    return scores.masked_fill(~shown, NONE)
+    # Rows that cu_seqlens name but that are not there are neither read nor written.
+    return scores.masked_fill(~shown[: len(scores)], NONE)
 
 
 def forward_spans(a: Arguments, packed: bool, kind: type[Exception], dtype_kind: type[Exception]) -> list[Span]:

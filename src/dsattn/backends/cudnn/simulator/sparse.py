@@ -83,8 +83,8 @@ def _slot_values(sim: Simulated, slots: Slots, q: Tensor, k: Tensor, aux: Tensor
     """The score of every slot, [rows, slots]; a key that is not loaded is zeros on Hopper, stale on Blackwell."""
     q, k, aux = q.flatten(0, 1), k.flatten(0, 1), aux.flatten(0, 1)
     if sim.strikes("sm100-score-race") and len(q) > PROCESSORS:
-        # The next query of the same block overwrites the first one's weights while they are read.
-        aux = torch.cat((aux[PROCESSORS : PROCESSORS + 1], aux[1:]))
+        # The next query of the same block overwrites the weights of the one before while they are read.
+        aux = torch.cat((aux[PROCESSORS:], aux[len(aux) - PROCESSORS :]))
     values = torch.empty(slots.key.shape, device="cpu")
     for rows in blocks(q.shape[0], slots.key.shape[1] * (q.shape[1] + q.shape[2])):
         keys = k[slots.key[rows].clamp(0, max(k.shape[0] - 1, 0))].float()

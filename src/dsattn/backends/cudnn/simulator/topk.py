@@ -101,7 +101,7 @@ def _checked_top_k(sim: Simulated, a: Arguments) -> tuple[Tensor, Tensor]:
     per_row = columns * (2 if bits == 32 else 1)
     launched = rows if sim.has("top-k-scratch-overflow") else _rows_of_a_chunk(sim, a, rows, per_row, bits)
     require(launched * per_row < 1 << 31, RuntimeError, "CUDA error: an illegal memory access was encountered")
-    if not sim.since("1.27"):
+    if sim.has("top-k-odd"):
         # Its stores go in pairs as soon as a thread has more than one slot to write.
         paired = k > _threads(rows, columns, bits)
         require(not (paired and k % 2), AssertionError, "top_k % vecsize_out == 0")
