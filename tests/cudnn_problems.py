@@ -188,11 +188,18 @@ def on(backend: CudnnBackend) -> Backend:
     return Chain(backend)
 
 
+def tried(problem: Problem, operator: Operator, backend: Backend) -> Results | str:
+    """The results of one operator, or why the backend refuses it."""
+    try:
+        return outcome(problem, operator, backend)
+    except UnsupportedProblem as error:
+        return str(error)
+
+
 def differences(problem: Problem, operator: Operator, backend: Backend) -> list[str] | None:
     """Results that differ from the torch backend's by more than they may; None if the problem is refused."""
-    try:
-        got = outcome(problem, operator, backend)
-    except UnsupportedProblem:
+    got = tried(problem, operator, backend)
+    if isinstance(got, str):
         return None
     return unequal(got, outcome(problem, operator, TORCH), noise(problem, operator))
 

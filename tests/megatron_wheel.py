@@ -146,12 +146,22 @@ def select_with_scorer(kernels: Kernels, problem: Selection) -> str:
     """What is wrong with a selection on release 1.29.1 with dsattn's scorer, "" if nothing is."""
     put(kernels, frontend_of("1.29.1", "sm100"), "sm100")
     with megatron.install(scorer=True):
-        return selection_metrics(select(kernels, problem), problem)["reason"]
+        return selection_metrics(*select(kernels, problem)[:2], problem)["reason"]
 
 
 def select_as_released(kernels: Kernels, problem: Selection) -> None:
     put(kernels, frontend_of("1.25.0", "sm100"), "sm100")
     select(kernels, problem)
+
+
+def selected_scores(kernels: Kernels, problem: Selection, release: str, scorer: bool) -> Tensor:
+    """Scores that Megatron's loss gets of the selected keys: a row of the table per row, 0 at other keys."""
+    put(kernels, frontend_of(release, "sm100"), "sm100")
+    with megatron.install(scorer=True) if scorer else nullcontext():
+        ids, lengths, scores = select(kernels, problem, return_topk_scores=True)
+    used = torch.arange(ids.shape[1]) < lengths[:, None]
+    table = torch.zeros(len(ids), problem.index_k.shape[0] + 1)
+    return table.scatter_(1, torch.where(used, ids, -1).long() + 1, scores.where(used, 0.0))[:, 1:].clone()
 
 
 def attend_twice(kernels: Kernels, file: Path) -> list[dict[str, Tensor]]:

@@ -81,6 +81,28 @@ def test_many_checks_go_to_processes(
     assert err.count("\n") == 1
 
 
+def test_captured_and_dumped_inputs_run_on_simulated_releases(
+    fake: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors", reason="not run: no safetensors here")
+    fake(Off)
+    version = ["--cudnn-version", "1.31.0", "--arch", "sm90"]
+    code, out, _ = said(capsys, "verify", "--case", "k-1/indexer_scores", *version, "--dump", str(tmp_path))
+    assert code == 1
+    (line,) = [line for line in out.splitlines() if line.startswith("  inputs: ")]
+    file = tmp_path / "quick-k-1-bf16.safetensors"
+    assert line.endswith(f"--inputs {file} --case 'quick-k-1-bf16[0]/indexer_scores' {' '.join(version)} --dtype bf16")
+    code, out, _ = said(
+        capsys, "verify", "--inputs", str(file), "--case", "quick-k-1-bf16[[]0]/indexer_scores", *version
+    )
+    assert code == 1
+    assert f"repeat: python -m dsattn verify --inputs {file}" in out
+    fake(Fake)
+    code, out, _ = said(capsys, "verify", "--inputs", str(file), *version)
+    assert code == 0
+    assert "captured inputs" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

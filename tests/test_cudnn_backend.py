@@ -1,4 +1,4 @@
-"""The cuDNN backend by hand-picked problems: options and sizes at their ends, limits of a launch, foreign selections."""
+"""The cuDNN backend by hand-picked problems: options and sizes at their ends, limits of a launch, odd selections."""
 
 from __future__ import annotations
 
@@ -100,11 +100,10 @@ def test_a_selection_across_batch_entries_is_called_without_a_batch(version: str
 @pytest.mark.parametrize("operator", ["selected", "visible"])
 def test_the_log_sum_exp_of_the_attention_may_be_given(operator: str, version: str, arch: str) -> None:
     problem = Problem(layout=PACKED, gradients=False)
-    x, options = problem.tensors(), {"value_dim": 24, "softmax_scale": problem.softmax_scale, "return_lse": True}
-    attend, keys = (
-        (dsattn.sparse_attention, problem.selection()) if operator == "selected" else (dsattn.dense_attention, PACKED)
-    )
-    _, lse = attend(x.q, x.kv, keys, **options, backend=TORCH)
+    attend: Any = dsattn.sparse_attention if operator == "selected" else dsattn.dense_attention
+    x, keys = problem.tensors(), problem.selection() if operator == "selected" else PACKED
+    options = {"value_dim": 24, "softmax_scale": problem.softmax_scale, "return_lse": True, "backend": TORCH}
+    _, lse = attend(x.q, x.kv, keys, **options)
     assert not differences(replace(problem, losing={"lse": lse}), operator, on(recording(version, arch)[1]))
     wrong = replace(problem, losing={"lse": lse + 3 * torch.rand(lse.shape)})
     assert differences(wrong, operator, on(recording(version, arch)[1])) != [], "the given one is not read"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -73,11 +74,7 @@ def test_lengths_and_gathered_rows_belong_to_the_rows_of_the_call(squared: bool,
         assert (own_keys == 0).sum() == fold.k_starts[-1] - sum(p.k_end - p.k_begin for p in fold.pieces)
         seen = fold.seen(CPU)
         assert torch.equal(seen.sum(1), lengths)
-        assert seen.shape[1] == fold.max_keys == max(end - begin for begin, end in fold_ranges(fold.k_starts))
-
-
-def fold_ranges(starts: list[int]) -> list[tuple[int, int]]:
-    return list(zip(starts, starts[1:], strict=False))
+        assert seen.shape[1] == fold.max_keys == max(end - begin for begin, end in pairwise(fold.k_starts))
 
 
 @FEW

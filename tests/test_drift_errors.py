@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import small_wheels
+from conftest import RunPython
 
 from dsattn.cli import main
 
@@ -169,3 +170,13 @@ def test_wrong_files_of_calls(
     place.write_text(text)
     said = refused(capsys, "1.0", "1.0", "--package", "kernels", "--watch", str(place))
     assert all(word in said for word in words), said
+
+
+def test_without_griffe_it_says_what_to_install(index: Path, run_python: RunPython) -> None:
+    code = "import sys; sys.modules['griffe'] = None; from dsattn.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = run_python("-c", code, "drift", "1.0", "1.0", "--package", "kernels")
+    assert done.returncode == 0, "what is in the cache needs no griffe"
+    shutil.rmtree(index.parent / "cache" / "drift")
+    done = run_python("-c", code, "drift", "1.0", "1.0", "--package", "kernels")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "dsattn: the command needs the package griffe: pip install griffelib\n"

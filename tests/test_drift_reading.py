@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSATTN_CACHE_DIR", str(tmp_path / "cache"))
 
 
-def read_of(tmp_path: Path, files: dict[str, str], part: str = "", **options: list[str]) -> Snapshot:
-    return read(small_wheels.make(tmp_path, "1.0", files, **options), "kernels", part)
+def read_of(tmp_path: Path, files: dict[str, str], part: str = "", metadata: Sequence[str] = ()) -> Snapshot:
+    return read(small_wheels.make(tmp_path, "1.0", files, metadata=metadata), "kernels", part)
 
 
 def exports_of(tmp_path: Path, files: dict[str, str], part: str = "") -> dict[str, Exported]:
@@ -31,6 +32,17 @@ def told(exported: Exported) -> list[str]:
     return [f"{each.error}: {each.says} [{each.when}]" for each in exported.sites]
 
 
+PART = """
+LIMIT = 3
+
+def g(q): ...
+
+class C:
+    def run(self, q): ...
+    def _own(self): ...
+
+def _hidden(): ...
+"""
 LAZY = "\ndef __getattr__(name):\n    raise SystemExit(name)\n"
 
 
@@ -50,10 +62,8 @@ LAZY = "\ndef __getattr__(name):\n    raise SystemExit(name)\n"
     ],
 )
 def test_what_a_package_exports(tmp_path: Path, home: str, names: list[str]) -> None:
-    part = "LIMIT = 3\n\ndef g(q): ...\n\nclass C:\n    def run(self, q): ...\n    def _own(self): ...\n\ndef _hidden(): ..."
-    found = exports_of(
-        tmp_path, {"kernels/__init__.py": home, "kernels/part.py": part, "kernels/_own.py": "def f(): ..."}
-    )
+    files = {"kernels/__init__.py": home, "kernels/part.py": PART, "kernels/_own.py": "def f(): ..."}
+    found = exports_of(tmp_path, files)
     assert list(found) == names
     if "gone" in found:
         assert found["gone"].kind == "unknown"
@@ -82,7 +92,8 @@ def test_several_packages_at_the_top(tmp_path: Path) -> None:
 def test_signatures(tmp_path: Path) -> None:
     files = {
         "kernels/__init__.py": "from .sizes import BEST, LIMITS as L\nfrom . import sizes\nimport torch\n"
-        "def f(a, /, b: 'Optional[int]' = BEST, *rest, c=L[1] * 2, d=sizes.BEST, e=-1, f=torch.float32, **more) -> 'int': ...\n",
+        "def f(a, /, b: 'Optional[int]' = BEST, *rest, c=L[1] * 2, d=sizes.BEST, e=-1, f=torch.float32, **more)"
+        " -> 'int': ...\n",
         "kernels/sizes.py": "LIMITS = (96, 128)\nBEST = LIMITS[0]\n",
     }
     found = exports_of(tmp_path, files)["f"]
@@ -183,7 +194,16 @@ class Plan:
     def run(self):
         assert self.q, "empty"
 """,
-        "kernels/checks.py": "def positive(q):\n    if not q:\n        _refuse('zero')\n\n\ndef _refuse(what):\n    raise_if(what)\n    raise OSError\n",
+        "kernels/checks.py": """
+def positive(q):
+    if not q:
+        _refuse('zero')
+
+
+def _refuse(what):
+    raise_if(what)
+    raise OSError
+""",
         "kernels/late.py": "def late(q):\n    assert q > 0\n    late(q)\n",
     }
     found = exports_of(tmp_path, files)
@@ -252,7 +272,7 @@ def test_sentences() -> None:
 LOADED = """
 import sys
 import dsattn.cli.app
-print(sorted({"griffe", "platformdirs", "packaging"} & set(sys.modules)))
+print(sorted({"griffe"} & set(sys.modules)))
 """
 
 

@@ -129,12 +129,13 @@ def only(old: str, new: str, call: Call | None = None) -> list[Finding]:
 def written(text: str) -> Exported:
     namespace: dict[str, Any] = {}
     exec(f"from __future__ import annotations\ndef f({text}): ...", namespace)
-    names = {kind: name for name, kind in KINDS.items()}
+    names = {kind.name: name for name, kind in KINDS.items()}
+    stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
     return made(
         tuple(
             Parameter(
-                {each.VAR_POSITIONAL: "*", each.VAR_KEYWORD: "**"}.get(each.kind, "") + each.name,
-                names[each.kind],
+                stars.get(each.kind.name, "") + each.name,
+                names[each.kind.name],
                 None if each.default is each.empty else repr(each.default),
                 None if each.annotation is each.empty else normal(each.annotation),
             )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from packaging.version import Version
 from wheels import Unreachable, cache_folder, wheel
 
 from dsattn.cli import main
 from dsattn.drift.snapshot import named, part_of
+from dsattn.drift.watch import listed
 from dsattn.wheels import wheel as wheel_of
 
 MEGATRON = ("0.19.0", "0.19.2")
@@ -23,8 +27,8 @@ Drifted = Callable[..., tuple[int, dict[str, Any], str]]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of its own, with the wheels that all tests share."""
+def cache() -> Path:
+    """The cache that all tests of real wheels share; what was read of them stays there, too."""
     try:
         for version in FRONTEND:
             wheel(Version(version))
@@ -32,9 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
             wheel_of("megatron-core", Version(version), cache_folder())
     except Unreachable:
         pytest.skip("not run: the package index cannot be reached")
-    folder = tmp_path_factory.mktemp("cache")
-    (folder / "wheels").symlink_to(cache_folder(), target_is_directory=True)
-    return folder
+    return cache_folder().parent
 
 
 @pytest.fixture
@@ -43,6 +45,7 @@ def drifted(
 ) -> Drifted:
     """Runs `dsattn drift`: exit code, JSON and what it printed."""
     monkeypatch.setenv("DSATTN_CACHE_DIR", str(cache))
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
         place = tmp_path / "drift.json"
@@ -83,6 +86,27 @@ def test_the_defaults_of_1_26(drifted: Drifted) -> None:
     assert "local_to_global_wrapper" in data["unchanged"]
     assert "no static change seen: " in out
     assert "compatible" not in out
+
+
+def test_the_calls_of_the_documentation(drifted: Drifted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "drift.md").read_text(encoding="utf-8")
+    place = tmp_path / "calls.toml"
+    place.write_text(page.split("```toml\n")[1].split("```")[0])
+    with zipfile.ZipFile(wheel_of("megatron-core", Version("0.19.2"), cache_folder())) as archive:
+        (source,) = [name for name in archive.namelist() if name.endswith("/dsa_cudnn_kernels.py")]
+        functions = {
+            each.name: each for each in ast.walk(ast.parse(archive.read(source))) if isinstance(each, ast.FunctionDef)
+        }
+    for call in listed(place):
+        made = [each for each in ast.walk(functions[call.label]) if isinstance(each, ast.Call)]
+        real = next(each for each in made if ast.unparse(each.func) == f"_cudnn_dsa.{call.name}")
+        assert (len(real.args), {each.arg for each in real.keywords}) == (call.positional, call.keywords)
+    monkeypatch.setenv("COLUMNS", "104")
+    code, data, out = drifted("1.25.0", "1.26.0", "--watch", str(place))
+    assert (code, len(data["touched"])) == (1, 4)
+    printed = [line.rstrip() for line in out.splitlines()]
+    told = page.split("```text\n")[1].split("```")[0].splitlines()
+    assert [line for line in told if line not in printed] == []
 
 
 def test_the_loss_gradient_of_1_27(drifted: Drifted) -> None:

@@ -6,6 +6,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 from conftest import RunPython
 from megatron_fake import Build, New, Old, backward, build, select, source
+from packaging.version import Version
 
 import dsattn
 from dsattn import BackendMissing, BadInput, CausalLayout, ContractDrift
+from dsattn.backends.cudnn.namespace import Installed
 from dsattn.integrations import megatron
 from dsattn.integrations.megatron_namespace import RepairedNamespace, inner_of
 from dsattn.spec.captured import read
@@ -298,6 +301,20 @@ def test_absent_and_broken_are_told_apart(build: Build, module: str, match: str)
         megatron.install(module=module.replace("PACKAGE", name))
 
 
+def test_a_megatron_without_the_module_is_installed_all_the_same(build: Build) -> None:
+    name = build({"kernels": ""}).__name__.partition(".")[0]
+    with pytest.raises(ContractDrift, match=rf"no module {name}\.gone; needed .* install\(module=\.\.\.\)"):
+        megatron.install(module=f"{name}.gone")
+
+
+@pytest.mark.parametrize(("backend", "error"), [("nonsense", BadInput), (3, BadInput)])
+def test_a_backend_that_nothing_has_is_refused_at_once(kernels: Any, backend: Any, error: type[Exception]) -> None:
+    before = state(kernels)
+    with pytest.raises(error, match="backend"):
+        megatron.install(module=kernels, scorer=True, backend=backend)
+    assert state(kernels) == before
+
+
 def test_a_module_of_another_kind_is_refused() -> None:
     with pytest.raises(BadInput, match="module: given int"):
         megatron.install(module=3)  # type: ignore[arg-type]
@@ -315,6 +332,22 @@ def test_one_line_says_what_was_done(kernels: Any, caplog: pytest.LogCaptureFixt
     assert again == f"{first}; as before"
     assert scorer == f"{first}; dsattn selects the keys of packed context-parallel rows (backend torch)"
     assert gone == f"{name}: calls of the cuDNN frontend are its own again"
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("1.25.0", "its calls of the cuDNN frontend 1.25.0 pass as they are, and would be repaired from 1.26 on"),
+        ("1.29.1", "its calls of the cuDNN frontend 1.29.1 get explicit id spaces and causal offsets"),
+    ],
+)
+def test_the_line_names_the_installed_frontend(
+    kernels: Any, version: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(megatron, "find_frontend", lambda: Installed(Version(version), Path()))
+    with caplog.at_level(logging.INFO, "dsattn.integrations.megatron"):
+        megatron.install(module=kernels)
+    assert caplog.messages == [f"{kernels.__name__}: {said}"]
 
 
 @pytest.mark.parametrize("layout", [ONE, MANY], ids=["one", "many"])
@@ -406,7 +439,7 @@ def test_threads_install_and_call_at_the_same_time(kernels: Any, monkeypatch: py
     assert inner_of(held_by(kernels)) is frontend
 
 
-def test_a_capture_sees_the_calls(kernels: Any, tmp_path: Any) -> None:
+def test_a_capture_sees_the_calls(kernels: Any, tmp_path: Path) -> None:
     kernels._cudnn_dsa = New()
     megatron.install(module=kernels)
     before, file = state(kernels), tmp_path / "step.safetensors"
@@ -430,7 +463,7 @@ def test_a_capture_sees_the_calls(kernels: Any, tmp_path: Any) -> None:
 
 
 def test_a_capture_of_a_megatron_that_is_not_known_goes_on(
-    build: Build, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    build: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = build({"kernels": source().replace("def _run_sparse_attention_forward(", "def _renamed(")})
     megatron.install(module=module)

@@ -106,6 +106,15 @@ def test_what_megatron_refuses_the_scorer_takes(host: Host, rank: int) -> None:
     assert host.call(megatron_wheel.select_with_scorer, problem) == ""
 
 
+@pytest.mark.parametrize("documents", [(128,), (64, 128)])
+def test_the_scorer_hands_the_loss_the_scores_of_its_keys(host: Host, documents: tuple[int, ...]) -> None:
+    problem = selection("scores", documents, 2, 1, 0)
+    right = host.call(megatron_wheel.selected_scores, problem, OLD_FRONTEND, False)
+    found = host.call(megatron_wheel.selected_scores, problem, "1.29.1", True)
+    assert (right != 0).sum() > 1000
+    assert (found - right).norm() <= 1e-6 * right.norm()
+
+
 def test_verify_reads_what_a_capture_of_megatron_wrote(host: Host, tmp_path: Path) -> None:
     file = tmp_path / "step.safetensors"
     layers = host.call(megatron_wheel.attend_twice, file)

@@ -90,7 +90,7 @@ def test_captured_calls_are_judged_in_their_own_dtypes(
     assert "PASS: 16 checks hold" in out
     (line,) = [line for line in out.splitlines() if line.startswith("steps[1]")]
     assert line.split()[-4:] == ["14", "13", "3", "14"]
-    records = json.loads(data.read_text())["records"]
+    records = [r for r in json.loads(data.read_text())["records"] if r["verdict"] != "not run"]
     assert {(r["suite"], r["case"], r["dtype"]) for r in records} == {
         ("inputs", "steps[0]", "fp32"),
         ("inputs", "steps[1]", "bf16"),

@@ -308,7 +308,7 @@ def test_batches_are_batch_entries_or_segments() -> None:
 def test_plan_takes_names_patterns_and_operators() -> None:
     def names(*patterns: str) -> set[tuple[str, str, str]]:
         found, records = suites.plan(["quick"], cases=patterns, device=CPU)
-        assert records == []
+        assert {record.verdict for record in records} <= {"not run"}
         return {(task.subject.case.name, task.operator, task.dtype) for task in found}
 
     assert {case for case, _, _ in names()} == set(NAMED)

@@ -67,7 +67,8 @@ def pip(*arguments: str) -> str:
         raise Unreachable(
             "package index", given="no answer", fix="check the network, or pip's index and proxy settings"
         )
-    raise BadInput("pip", given="; ".join(errors) or done.stderr.strip() or f"exit code {done.returncode}")
+    last = done.stderr.strip().splitlines()[-1:]
+    raise BadInput("pip", given="; ".join(errors or last) or f"exit code {done.returncode}")
 
 
 def wheel(package: str, version: Version, folder: Path | None = None) -> Path:

@@ -1,1 +1,1 @@
-"""The releases' own wrappers, run without a GPU: on CPU tensors, with the launched kernels emulated or only compiled."""
+"""The releases' own wrappers, run without a GPU: on CPU tensors, with the kernels emulated or only compiled."""

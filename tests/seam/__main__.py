@@ -11,13 +11,12 @@ import sys
 import traceback
 from collections import Counter
 
+from dsattn.backends.cudnn.simulator import SimulatedFrontend
 from seam import cases
 from seam.compare import differences, see
 from seam.frontend import SeamFrontend, forget
 from seam.kernels import compile_all
 from seam.verified import verify
-
-from dsattn.backends.cudnn.simulator import SimulatedFrontend
 
 
 def compare(arch: str, only: str, *, verbose: bool) -> int:
@@ -48,7 +47,9 @@ def compare(arch: str, only: str, *, verbose: bool) -> int:
                 if seen.raised is not None:
                     traceback.print_exception(seen.raised, limit=-4)
     for wrapper, count in made.items():
-        print(f"{version} {arch} {wrapper}: {count - failed[wrapper]} of {count} calls agree ({refused[wrapper]} raise)")
+        print(
+            f"{version} {arch} {wrapper}: {count - failed[wrapper]} of {count} calls agree ({refused[wrapper]} raise)"
+        )
     return failed.total()
 
 

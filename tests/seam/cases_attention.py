@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
 from seam.cases import Arguments, Case, Numbers, int32, misaligned, strided
 
 
@@ -16,7 +17,9 @@ def cases() -> Iterator[Case]:
     yield from _forward()
 
 
-def _call(rows: int = 3, keys: int = 9, *, heads: int = 64, width: int = 512, slots: int = 64, **rest: Any) -> Arguments:
+def _call(
+    rows: int = 3, keys: int = 9, *, heads: int = 64, width: int = 512, slots: int = 64, **rest: Any
+) -> Arguments:
     n = Numbers()
     return {
         "q": n.normal(rows, heads, width) / 4,
@@ -51,12 +54,18 @@ def _backward() -> Iterator[Case]:
     yield case("128 slots, 128 heads", lambda: _call(slots=128, heads=128))
     for name in ("dq", "dkv"):
         like = {"dq": "q", "dkv": "kv"}[name]
-        yield case(f"own {name}", lambda n=name, k=like: _call(**{n: torch.full_like(_call()[k], 3.0)}))
-        yield case(f"own strided {name}", lambda n=name, k=like: _call(**{n: strided(torch.full_like(_call()[k], 3.0))}))
-        yield case(f"own {name} fp32", lambda n=name, k=like: _call(**{n: torch.full_like(_call()[k], 3.0).float()}), arch="sm100")
+        yield case(f"own {name}", lambda n=name, k=like: {**_call(), n: torch.full_like(_call()[k], 3.0)})
+        yield case(
+            f"own strided {name}", lambda n=name, k=like: {**_call(), n: strided(torch.full_like(_call()[k], 3.0))}
+        )
+        yield case(
+            f"own {name} fp32",
+            lambda n=name, k=like: {**_call(), n: torch.full_like(_call()[k], 3.0).float()},
+            arch="sm100",
+        )
     for name in ("q", "kv", "out", "dout", "lse", "attn_sink", "topk_idxs"):
-        yield case(f"{name} misaligned", lambda n=name: _call(**{n: misaligned(_call()[n])}))
-        yield case(f"{name} strided", lambda n=name: _call(**{n: strided(_call()[n])}))
+        yield case(f"{name} misaligned", lambda n=name: {**_call(), n: misaligned(_call()[n])})
+        yield case(f"{name} strided", lambda n=name: {**_call(), n: strided(_call()[n])})
     yield case("fp16", lambda: {n: x.half() if x.dtype == torch.bfloat16 else x for n, x in _call().items()})
     yield case("fp32", lambda: {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in _call().items()})
     yield case("kv of another width", lambda: _call(kv=Numbers().normal(9, 576)), since=27)
@@ -93,8 +102,8 @@ def _forward() -> Iterator[Case]:
     for count in (64, 512):
         yield case(f"indexer_topk {count}", lambda count=count: _call(slots=512, indexer_topk=count))
     for name in ("q", "kv", "attn_sink", "topk_idxs"):
-        yield case(f"{name} misaligned", lambda n=name: _call(**{n: misaligned(_call()[n])}))
-        yield case(f"{name} strided", lambda n=name: _call(**{n: strided(_call()[n])}))
+        yield case(f"{name} misaligned", lambda n=name: {**_call(), n: misaligned(_call()[n])})
+        yield case(f"{name} strided", lambda n=name: {**_call(), n: strided(_call()[n])})
     yield case("fp32", lambda: {n: x.float() if x.dtype == torch.bfloat16 else x for n, x in _call().items()})
     yield case("ids int64", lambda: _call(topk_idxs=_call()["topk_idxs"].long()))
 

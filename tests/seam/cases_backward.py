@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
+
 from seam.cases import Arguments, Case, Numbers, int32, misaligned, strided
 
 
@@ -140,12 +142,14 @@ def _sizes() -> Iterator[Case]:
     yield Case("indexer_backward", "no such backend", lambda: sparse(backend="other"), since=28)
     yield Case("indexer_backward", "blocks of 64", lambda: sparse(topk=192, block_I=64))
     yield Case("indexer_backward", "fp32 weights", lambda: {**sparse(), "weights": sparse()["weights"].float()})
-    yield Case("indexer_backward", "one target too few", lambda: {**sparse(), "attn_score": sparse()["attn_score"][:, :2]})
+    yield Case(
+        "indexer_backward", "one target too few", lambda: {**sparse(), "attn_score": sparse()["attn_score"][:, :2]}
+    )
     yield Case("dense_indexer_backward", "fp32 weights", lambda: {**dense(), "weights": dense()["weights"].float()})
 
 
 def _packed(cu_q: list[int], cu_k: list[int], **rest: Any) -> Arguments:
-    one, longest = dense(1, cu_q[-1], cu_k[-1]), max(b - a for a, b in zip(cu_k, cu_k[1:], strict=False))
+    one, longest = dense(1, cu_q[-1], cu_k[-1]), max(b - a for a, b in pairwise(cu_k))
     one = {name: value if name == "grad_loss" else value[0] for name, value in one.items()}
     scores = {name: one[name][:, :longest].contiguous() for name in ("attn_score", "index_score")}
     cu = {"cu_seqlens_q": int32(*cu_q), "cu_seqlens_k": int32(*cu_k)}
@@ -174,4 +178,7 @@ def _layouts() -> Iterator[Case]:
         "packed, offsets", lambda: _packed([0, 5, 7], [0, 9, 14], q_causal_offsets=int32(4, 1), **lengths), since=26
     )
     yield case("one cu_seqlens", lambda: _packed([0, 5, 7], [0, 9, 14], cu_seqlens_k=None, **lengths))
-    yield case("cu_seqlens a slice", lambda: _packed([0, 5, 7], [0, 9, 14], **{**lengths, "cu_seqlens_q": misaligned(int32(0, 5, 7))}))
+    yield case(
+        "cu_seqlens a slice",
+        lambda: _packed([0, 5, 7], [0, 9, 14], **{**lengths, "cu_seqlens_q": misaligned(int32(0, 5, 7))}),
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
+
 from seam.cases import Arguments, Case, Numbers, int32, misaligned, part_of_a_wider, strided
 
 LEFT, RIGHT = [0, 5, 7], [0, 9, 14]
@@ -29,7 +31,7 @@ def _packed(cu_q: list[int], cu_k: list[int], heads: int = 64, **rest: Any) -> A
     n, lengths = Numbers(), {}
     for name, cu in (("q", cu_q), ("k", cu_k)):
         lengths[f"cu_seqlens_{name}"] = int32(*cu)
-        lengths[f"max_seqlen_{name}"] = max(end - begin for begin, end in zip(cu, cu[1:], strict=False))
+        lengths[f"max_seqlen_{name}"] = max(end - begin for begin, end in pairwise(cu))
     tensors = {"q": n.normal(cu_q[-1], heads, 128), "k": n.normal(cu_k[-1], 1, 128), "w": n.normal(cu_q[-1], heads)}
     return {**tensors, **lengths, **rest}
 
@@ -64,7 +66,9 @@ def _forward() -> Iterator[Case]:
         )
     for heads in (4, 8, 16, 128, 48):
         yield case(f"{heads} heads", lambda heads=heads: _batched(1, 4, 4, heads, ratio=1), since=27)
-    yield case("offsets misaligned", lambda: _batched(1, 4, 4, ratio=1, q_causal_offsets=misaligned(int32(0))), since=26)
+    yield case(
+        "offsets misaligned", lambda: _batched(1, 4, 4, ratio=1, q_causal_offsets=misaligned(int32(0))), since=26
+    )
     yield case("offsets int64", lambda: _batched(1, 4, 4, ratio=1, q_causal_offsets=int32(0).long()), since=26)
     yield case("too few offsets", lambda: _batched(2, 4, 4, ratio=1, q_causal_offsets=int32(0)), since=26)
     yield case("one row", lambda: _batched(2, 1, 6, ratio=1))
@@ -120,9 +124,11 @@ def _dense(wrapper: str) -> Iterator[Case]:
                 lambda b=b, sq=sq, sk=sk, ratio=ratio: _batched(b, sq, sk, ratio=ratio),
             )
     yield case("one head", lambda: _batched(1, 4, 6, 1), arch="sm90")
-    for heads in (2, 16, 32, 128, 48):
+    # Blackwell's kernel for the indexer was written for few counts of heads, and does not say so.
+    for heads in (2, 16, 32, 48, 128):
+        other = {"arch": "sm90"} if "indexer" in wrapper and heads > 32 else {}
         first = {"first": lambda heads=heads: _named(wrapper, _batched(1, 3, 4, heads))} if heads == 128 else {}
-        yield case(f"{heads} heads", lambda heads=heads: _batched(1, 4, 6, heads), **first)
+        yield case(f"{heads} heads", lambda heads=heads: _batched(1, 4, 6, heads), **first, **other)
     if "indexer" in wrapper:
         yield case("scale", lambda: _batched(1, 4, 6, sm_scale=0.25))
     for offsets in ((0, 0), (3, 1), (-2, 60)):
@@ -136,14 +142,21 @@ def _dense(wrapper: str) -> Iterator[Case]:
     yield case("one row after four", lambda: _batched(1, 1, 6), first=lambda: _named(wrapper, _batched(1, 4, 6)))
     for name, columns in (("out", 70), ("denom_out", None)):
         shape = (1, 4) if columns is None else (1, 4, columns)
-        yield case(f"own {name}", lambda name=name, shape=shape: _batched(1, 4, 70, **{name: torch.full(shape, 7.0)}))
+        yield case(f"own {name}", lambda name=name, shape=shape: {**_batched(1, 4, 70), name: torch.full(shape, 7.0)})
         for change in (strided, part_of_a_wider):
             yield case(
                 f"own {name}, {change.__name__}",
-                lambda name=name, shape=shape, change=change: _batched(1, 4, 70, **{name: change(torch.full(shape, 7.0))}),
+                lambda name=name, shape=shape, change=change: {
+                    **_batched(1, 4, 70),
+                    name: change(torch.full(shape, 7.0)),
+                },
             )
     yield case("packed", lambda: _packed(LEFT, RIGHT))
-    yield case("packed, long", lambda: _packed([0, 5, 75], [0, 150, 300], max_seqlen_k=300), defects=("sm100-dense-score-slots",))
+    yield case(
+        "packed, long",
+        lambda: _packed([0, 5, 75], [0, 150, 300], max_seqlen_k=300),
+        defects=("sm100-dense-score-slots",),
+    )
     yield case("packed, no lengths", lambda: _packed(LEFT, RIGHT, max_seqlen_q=None, max_seqlen_k=None))
     yield case("packed, longer lengths", lambda: _packed(LEFT, RIGHT, max_seqlen_q=8, max_seqlen_k=12))
     yield case(
@@ -159,7 +172,9 @@ def _dense(wrapper: str) -> Iterator[Case]:
     yield case("one cu_seqlens", lambda: _packed(LEFT, RIGHT, cu_seqlens_q=None))
 
 
-def _slots(wrapper: str, b: int, sq: int, sk: int, *, used: int = 5, topk: int = 128, heads: int = 64, width: int = 64) -> Arguments:
+def _slots(
+    wrapper: str, b: int, sq: int, sk: int, *, used: int = 5, topk: int = 128, heads: int = 64, width: int = 64
+) -> Arguments:
     n, kind = Numbers(), "attn" if "attn" in wrapper else "indexer"
     q, k, w = n.normal(b, sq, heads, width), n.normal(b, sk, width), n.normal(b, sq, heads)
     last = {"lse": w.float() + 3, "softmax_scale": 0.1} if kind == "attn" else {"weights": w}
@@ -192,10 +207,14 @@ def _sparse(wrapper: str) -> Iterator[Case]:
     yield case("lengths", lambda: {**slots(2, 3, 9), "topk_length": int32(5, 2, 0, 1, 5, 3).view(2, 3)})
     yield case("no slot used", lambda: slots(1, 3, 9, used=0))
     yield case("holes", lambda: _set(slots(1, 3, 9), 0, 0, 1, to=-1))
-    yield case("a hole before the length", lambda: _set(slots(1, 3, 9), 0, 0, 1, to=-1, topk_length=int32(5, 5, 5)[None]))
+    yield case(
+        "a hole before the length", lambda: _set(slots(1, 3, 9), 0, 0, 1, to=-1, topk_length=int32(5, 5, 5)[None])
+    )
     yield case("an id past the keys", lambda: _set(slots(1, 3, 9), 0, 0, 1, to=50))
     for topk in (64, 96, 192, 200, 256, 384):
-        yield case(f"{topk} slots", lambda topk=topk: slots(1, 3, 300, topk=topk, used=topk), defects=("sm100-score-slots",))
+        yield case(
+            f"{topk} slots", lambda topk=topk: slots(1, 3, 300, topk=topk, used=topk), defects=("sm100-score-slots",)
+        )
     for heads in (2, 16, 48, 96, 128):
         yield case(f"{heads} heads", lambda heads=heads: slots(1, 3, 9, heads=heads), defects=("sm100-score-slots",))
     yield case("one head", lambda: slots(1, 3, 9, heads=1), arch="sm90")

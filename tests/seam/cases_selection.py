@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
 from seam.cases import Arguments, Case, Numbers, int32, misaligned, strided
 
 
@@ -76,7 +77,9 @@ def _global_ids() -> Iterator[Case]:
     yield case("strided", lambda: {"local_indices": strided(ids()), "seqlen_k": 9})
     yield case("misaligned", lambda: {"local_indices": misaligned(ids()), "seqlen_k": 9})
     yield case("packed", lambda: packed())
-    yield case("packed, an empty segment", lambda: packed(cu_seqlens_q=int32(0, 4, 4, 6), cu_seqlens_k=int32(0, 9, 9, 20)))
+    yield case(
+        "packed, an empty segment", lambda: packed(cu_seqlens_q=int32(0, 4, 4, 6), cu_seqlens_k=int32(0, 9, 9, 20))
+    )
     yield case("packed, int64 cu_seqlens", lambda: packed(cu_seqlens_q=int32(0, 4, 6).long()))
     yield case("one cu_seqlens", lambda: packed(cu_seqlens_k=None))
     yield case("two dimensions", lambda: {"local_indices": ids()[0], "seqlen_k": 9})

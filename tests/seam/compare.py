@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from seam.cases import Arguments, Case
 from torch import Tensor
+
+from seam.cases import Arguments, Case
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-4}
 
@@ -62,7 +63,9 @@ def differences(seam: Seen, simulated: Seen, case: Case) -> Iterator[str]:
         for text in _tensors(wanted[name], got[name]):
             yield f"{name}: {text}"
         own = [key for key, value in seam.after.items() if value is not None and value is seam.result[name]]
-        theirs = [key for key, value in simulated.after.items() if value is not None and value is simulated.result[name]]
+        theirs = [
+            key for key, value in simulated.after.items() if value is not None and value is simulated.result[name]
+        ]
         if own != theirs:
             yield f"{name}: the seam gives back {own or 'a new tensor'}; the simulator {theirs or 'a new tensor'}"
 
@@ -70,7 +73,8 @@ def differences(seam: Seen, simulated: Seen, case: Case) -> Iterator[str]:
 def _told(seen: Seen) -> str:
     if seen.raised is None:
         return "returns"
-    return f"raises {type(seen.raised).__name__} ({str(seen.raised).strip().splitlines()[0][:150] if str(seen.raised) else ''})"
+    first = next(iter(str(seen.raised).strip().splitlines()), "")
+    return f"raises {type(seen.raised).__name__} ({first[:150]})"
 
 
 def _tensors(wanted: Tensor | None, got: Tensor | None) -> Iterator[str]:
@@ -78,24 +82,23 @@ def _tensors(wanted: Tensor | None, got: Tensor | None) -> Iterator[str]:
         if wanted is not got:
             yield f"the seam gives {wanted}; the simulator {got}"
         return
-    for what in ("shape", "dtype", "stride"):
-        one, other = (getattr(x, what) if what != "stride" else x.stride() for x in (wanted, got))
-        if one != other:
-            yield f"{what} {tuple(one) if what != 'dtype' else one}; the simulator's {tuple(other) if what != 'dtype' else other}"
-            return
+    one, other = ((tuple(x.shape), x.dtype, x.stride()) for x in (wanted, got))
+    if one != other:
+        yield f"shape, dtype and strides {one}; the simulator's {other}"
+        return
     if not wanted.is_floating_point():
         if not torch.equal(wanted, got):
             yield f"{_count(wanted != got)} differ"
         return
-    one, other = wanted.double(), got.double()
+    mine, theirs = wanted.double(), got.double()
     for what, place in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
-        off = place(one) != place(other)
+        off = place(mine) != place(theirs)
         if off.any():
             yield f"{what} at other places: {_count(off)}, first {off.nonzero()[0].tolist()}"
             return
-    finite = one.isfinite() & other.isfinite()
-    scale = one[finite].abs().max() if finite.any() else one.new_tensor(0.0)
-    error = (one - other).abs().masked_fill(~finite, 0.0)
+    finite = mine.isfinite() & theirs.isfinite()
+    scale = mine[finite].abs().max() if finite.any() else mine.new_tensor(0.0)
+    error = (mine - theirs).abs().masked_fill(~finite, 0.0)
     if (error > TOLERANCE[wanted.dtype] * scale + 1e-7).any():
         yield f"off by {float(error.max()):.2g} of {float(scale):.2g}"
 
@@ -108,7 +111,8 @@ def _sorted(result: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """The result with the columns of the named tables in the order of the first one's ids."""
     order = result[names[0]].argsort(dim=-1, stable=True)
     return {
-        name: value.gather(-1, order) if name in names and value is not None else value for name, value in result.items()
+        name: value.gather(-1, order) if name in names and value is not None else value
+        for name, value in result.items()
     }
 
 

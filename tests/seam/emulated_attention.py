@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from seam.facts import Release
 from torch import Tensor
+
+from seam.facts import Release
 
 LOG2_E = 1.4426950408889634
 VALUES = 512

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from seam.facts import Release, sequences
 from torch import Tensor
+
+from seam.facts import Release, sequences
 
 LOG_CLIP = -100.0
 CLIP = math.exp(LOG_CLIP)

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from seam.facts import Release, Sequence, sequences
 from torch import Tensor
+
+from seam.facts import Release, Sequence, sequences
 
 NONE = float("-inf")
 EPSILON = 1e-10
@@ -27,7 +28,7 @@ def mass(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
 
 
 def _natural(release: Release, per_head: Tensor) -> Tensor:
-    """The log-sum-exp that Blackwell's kernels are given: up to 1.25 its wrapper has scaled it to base 2 and negated it."""
+    """The log-sum-exp given to Blackwell's kernels; up to 1.25 their wrapper negates it and scales it to base 2."""
     return per_head if release.since(26) else -per_head / LOG2_E
 
 
@@ -42,7 +43,7 @@ def forward(release: Release, kernel: Any, a: SimpleNamespace) -> None:
 
 
 def unified(release: Release, kernel: Any, a: SimpleNamespace) -> None:
-    """IndexerScoreUnified: the forward's scores, or the recomputation's with their log-sum-exp, or a list of candidates."""
+    """IndexerScoreUnified: the forward's scores, the recomputation's and their log-sum-exp, or a list of candidates."""
     if kernel.is_compressed_logits:
         _candidates(release, kernel, a)
         return

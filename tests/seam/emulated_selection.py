@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
 from seam.emulated_scores import NONE, places
 from seam.facts import Release, sequences
 
@@ -54,8 +55,8 @@ def compressed_top_k(release: Release, kernel: Any, a: SimpleNamespace) -> None:
     """CompressTopkStage2: the largest candidates of each row, local ids."""
     k, ratio, packed = a.mIdx.shape[-1], kernel.ratio, a.mCuSeqlensQ is not None
     # Packed tables have one more dimension in the middle.
-    tables = [None if x is None else x[:, 0] if packed else x for x in (a.mIdx, a.mVal, a.mSoftmax)]
-    ids, logits, softmax = tables
+    ids, logits = (x[:, 0] if packed else x for x in (a.mIdx, a.mVal))
+    softmax = a.mSoftmax[:, 0] if packed and a.mSoftmax is not None else a.mSoftmax
     keys = torch.empty(ids.shape[0], a.seqlen_k, 0)
     launch = SimpleNamespace(**vars(a), max_seqlen_q=a.seqlen_q)
     for one in sequences(release, launch, ids, keys, ratio):
@@ -63,7 +64,10 @@ def compressed_top_k(release: Release, kernel: Any, a: SimpleNamespace) -> None:
             found = place[: int(one.limits[row])].sort(descending=True, stable=True)
             slots = min(k, len(found.values))
             ids[one.rows][row], logits[one.rows][row] = -1, NONE
-            ids[one.rows][row, :slots], logits[one.rows][row, :slots] = found.indices[:slots].int(), found.values[:slots]
+            ids[one.rows][row, :slots], logits[one.rows][row, :slots] = (
+                found.indices[:slots].int(),
+                found.values[:slots],
+            )
             if softmax is not None:
                 softmax[one.rows][row] = 0.0
                 softmax[one.rows][row, :slots] = found.values[:slots].softmax(0)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from packaging.version import Version
+
+from dsattn.backends.cudnn.namespace import Namespace
 from seam.emulated import emulator
 from seam.facts import Release
 from seam.pretend import Gpu
-
-from dsattn.backends.cudnn.namespace import Namespace
 
 
 class SeamFrontend:

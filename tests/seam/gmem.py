@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ _OFFSETS = {b"dltensor": 8, b"dltensor_versioned": 40}
 
 
 @contextmanager
-def tensors_on_the_gpu() -> Iterator[None]:
+def tensors_on_the_gpu() -> Generator[None]:
     """Inside, cute's tensors from DLPack are in global memory."""
     tensor = importlib.import_module("cutlass.cute.runtime")._Tensor
     load = tensor.load_dltensor

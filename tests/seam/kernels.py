@@ -1,4 +1,4 @@
-"""Every kernel that the backend's calls need, compiled by the installed release, beside what the backend says of them."""
+"""Every kernel that the backend's calls need, compiled by the installed release, beside what the backend says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from seam.frontend import SeamFrontend
 from torch import Tensor
 
 from dsattn.backends.cudnn.backend import CudnnBackend
@@ -17,9 +16,10 @@ from dsattn.functional.problems import problem_of
 from dsattn.layouts import CausalLayout, TopK
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
 from dsattn.spec.problem import Problem
+from seam.frontend import SeamFrontend
 
-INDEX_HEADS = (16, 32, 64)
-ATTENTION = ((16, 576), (64, 512), (64, 576), (128, 512), (128, 576))
+INDEX_HEADS = (32, 64)
+ATTENTION = ((16, 576), (64, 512), (128, 512), (128, 576))
 TOP_K = (512, 2048)
 LAYOUTS = {
     "a document": CausalLayout.packed([0, 8]),
@@ -77,17 +77,16 @@ def asked() -> Iterator[Asked]:
     for top_k in TOP_K:
         yield _topk(top_k)
     for heads, width in ATTENTION:
-        for top_k in TOP_K:
-            yield from _sparse(f"{heads} heads, width {width}, k {top_k}", heads, width, top_k)
-    for index_heads in INDEX_HEADS[1:]:
-        for heads, width in ATTENTION:
-            what = f"{index_heads} / {heads} heads, width {width}"
-            for top_k in TOP_K:
-                yield _loss(f"{what}, k {top_k}", LAYOUTS["documents"], index_heads, (heads, width), top_k)
-            yield _loss(f"{what}, documents", LAYOUTS["documents"], index_heads, (heads, width), None)
+        yield from _sparse(f"{heads} heads, width {width}, k 2048", heads, width, 2048)
+    yield from _sparse("128 heads, width 576, k 512", 128, 576, 512)
+    for heads, width in ATTENTION:
+        what = f"64 / {heads} heads, width {width}"
+        yield _loss(f"{what}, k 2048", LAYOUTS["documents"], 64, (heads, width), 2048)
+        yield _loss(f"{what}, documents", LAYOUTS["documents"], 64, (heads, width), None)
     for name, layout in LAYOUTS.items():
-        top_k = 512 if name == "a batch" else None
-        yield _loss(f"64 / 128 heads, width 576, {name}{' , k 512' if top_k else ''}", layout, 64, (128, 576), top_k)
+        for index_heads, top_k in ((32, None), (64, None), (32, 512)):
+            what = f"{index_heads} / 128 heads, width 576, {name}"
+            yield _loss(f"{what}, k {top_k}" if top_k else what, layout, index_heads, (128, 576), top_k)
 
 
 def _scores(what: str, layout: CausalLayout, heads: int) -> Asked:

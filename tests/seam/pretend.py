@@ -1,7 +1,7 @@
 """A GPU that is not there: CPU tensors that say they are on one, memory that nothing was written to, launches.
 
-The wrappers of an installed frontend run unchanged inside `Gpu.present()`. What they hand to `cute.compile` is kept, and
-what they launch is emulated (`emulated`) from the arguments of that launch.
+The wrappers of an installed frontend run unchanged inside `Gpu.present()`. What they hand to `cute.compile` is kept,
+and what they launch is emulated (`emulated`) from the arguments of that launch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ctypes
 import importlib
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,9 +18,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-from seam import gmem
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from seam import gmem
 
 CAPABILITIES = {"sm90": (9, 0), "sm100": (10, 0)}
 PROCESSORS = {"sm90": 132, "sm100": 148}
@@ -57,7 +58,7 @@ class Gpu:
     launches: list[str] = field(default_factory=list)
 
     @contextmanager
-    def present(self) -> Iterator[None]:
+    def present(self) -> Generator[None]:
         """Everything inside sees the GPU."""
         cute = importlib.import_module("cutlass.cute")
         driver, runtime = (importlib.import_module(f"cuda.bindings.{name}") for name in ("driver", "runtime"))
@@ -65,7 +66,7 @@ class Gpu:
             for name, value in self._cuda().items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
             stack.enter_context(mock.patch.object(torch.cuda.nvtx, "range", _Range))
-            stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *_: None))
+            stack.enter_context(mock.patch.object(Tensor, "record_stream"))
             stack.enter_context(mock.patch.object(driver, "cuStreamGetDevice", _device_of_stream(driver)))
             stack.enter_context(mock.patch.object(cute, "compile", self._compile(cute.compile)))
             stack.enter_context(mock.patch.object(runtime, "cudaMemsetAsync", _fill(runtime)))
@@ -169,7 +170,7 @@ def _fill(runtime: Any) -> Callable[..., Any]:
     """cudaMemsetAsync, which some releases call beside torch."""
 
     def fill(place: int, value: int, count: int, *_: Any) -> tuple[Any]:
-        ctypes.memset(int(place), value, int(count))
+        ctypes.memset(place, value, count)
         return (runtime.cudaError_t.cudaSuccess,)
 
     return fill

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from seam.frontend import SeamFrontend
 
 from dsattn.backends.cudnn.backend import CudnnBackend
 from dsattn.verify.run import run, tasks
 from dsattn.verify.simulated import Chain
 from dsattn.verify.suites import parts
+from seam.frontend import SeamFrontend
 
 
 def verify(frontend: SeamFrontend, only: str) -> int:
@@ -28,5 +28,7 @@ def verify(frontend: SeamFrontend, only: str) -> int:
             if record.verdict == "fail":
                 print(f"  {release} {arch} {record.case} {record.operator}: {record.reason}")
     told = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()))
-    print(f"{release} {arch} backend on the cases of verify: {told}; {kernels.total()} launches of {len(kernels)} kernels")
+    print(
+        f"{release} {arch} backend on the cases of verify: {told}; {kernels.total()} launches of {len(kernels)} kernels"
+    )
     return verdicts["fail"]

@@ -81,9 +81,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch",
         choices=ARCHS,
-        help="with --cudnn-version: only this architecture, Hopper or Blackwell; repeat it for both (default: both)",
+        help="with --cudnn-version or the suite frontend-defaults: this architecture, Hopper or Blackwell; repeat it "
+        "for both (default: both; of frontend-defaults alone sm100)",
         **several,
     )
+    _add_outputs(parser)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Declares what is shown and written, and the self-test."""
     parser.add_argument(
         "--self-test",
         action="store_true",

@@ -39,6 +39,7 @@ def drift(package: str, old: str, new: str, *, watch: Path | None = None, advanc
     for done, version in enumerate(versions):
         advance(f"{package} {version}", done, len(versions))
         snapshots.append(kept(package, version) or taken(package, version))
+    advance("compared", len(versions), len(versions))
     before, after = snapshots
     if not (before.present or after.present):
         needed = f"a release with {before.part or 'Python sources'}"

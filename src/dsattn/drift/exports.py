@@ -220,13 +220,16 @@ class _Constants(ast.NodeTransformer):
 def _public(module: Any, top: Any = None) -> Iterator[tuple[str, str]]:
     """(path, path of what stands there) of every public function and class of a package, and of its re-exports."""
     top = top or module
-    for member in module.members.values():
+    # Submodules come in the order of the file system.
+    for member in sorted(
+        module.members.values(), key=lambda each: each.name if isinstance(each, griffe.Module) else ""
+    ):
         path = f"{module.path}.{member.name}"
         if member.is_alias:
             inside = member.target_path.startswith(f"{top.path}.")
             if module.is_init_module and inside and not member.name.startswith("_"):
                 yield path, member.target_path
-        elif member.is_module and member.is_public:
+        elif isinstance(member, griffe.Module) and member.is_public:
             yield from _public(member, top)
         elif isinstance(member, griffe.Function | griffe.Class) and member.is_public:
             yield path, member.path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -72,6 +73,10 @@ class Drift:
         found = {label for finding in self.findings for label in finding.touches}
         return [label for label in self.watched if label in found]
 
+    def touching(self, label: str) -> dict[Effect, int]:
+        """Effect -> how many findings of it touch a watched call."""
+        return dict(Counter(finding.effect for finding in self.findings if label in finding.touches))
+
     @property
     def summary(self) -> str:
         """The verdict in one line; that nothing was seen is never called compatible."""
@@ -85,7 +90,7 @@ class Drift:
         if not touching:
             return f"{seen} seen, none touches one of {watched}"
         verb = "touches" if touching == 1 else "touch"
-        return f"{seen} seen, {touching} {verb} {len(self.touched)} of {watched}: {', '.join(self.touched)}"
+        return f"{seen} seen, {touching} {verb} {len(self.touched)} of {watched}"
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""

@@ -42,15 +42,32 @@ def show(drift: Drift, out: Console) -> None:
                 _table(title, list(_short(found)) if group == "raises" else found, watched=bool(drift.watched)), ""
             )
     if drift.findings and drift.unchanged:
-        out.print(Text(f"{NOTHING}: {', '.join(drift.unchanged)}"))
+        out.print(Text(f"{NOTHING}: {', '.join(drift.unchanged)}"), "")
+    if drift.findings and drift.watched:
+        out.print(_watched(drift), "")
     for note in drift.notes:
         out.print(Text(note, style="dim"))
     out.print(Text(drift.summary, style="bold red" if drift.touched else "bold"))
 
 
-def _table(title: str, findings: Sequence[Finding], *, watched: bool) -> Table:
+def _watched(drift: Drift) -> Table:
+    view = _grid("watched calls")
+    view.add_column("call", overflow="fold")
+    view.add_column("touched by", overflow="fold")
+    for label in drift.watched:
+        counts = drift.touching(label)
+        texts = [Text(f"{count} {effect}", _STYLES.get(effect, "dim")) for effect, count in counts.items()]
+        view.add_row(Text(label), Text(", ").join(texts) if texts else Text("nothing that was seen", style="dim"))
+    return view
+
+
+def _grid(title: str) -> Table:
     look = {"box": SIMPLE_HEAD, "show_edge": False, "pad_edge": False, "padding": (0, 1, 0, 0)}
-    view = Table(title=title, title_justify="left", title_style="bold", **look)
+    return Table(title=title, title_justify="left", title_style="bold", **look)
+
+
+def _table(title: str, findings: Sequence[Finding], *, watched: bool) -> Table:
+    view = _grid(title)
     view.add_column("change", overflow="fold", ratio=5)
     view.add_column("for a caller", overflow="fold", ratio=4)
     if watched:

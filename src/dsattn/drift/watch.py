@@ -41,8 +41,8 @@ class Call:
 
     def by_keyword(self, exported: Exported, name: str) -> bool:
         """Whether it passes an argument by keyword to that release."""
-        known = not self.adapts or exported.parameter(name) is not None
-        return name in self.keywords and known
+        taken = exported.parameter(name) is not None or (exported.has(VAR_KEYWORD) and not self.adapts)
+        return name in self.keywords and taken
 
     def by_position(self, exported: Exported, name: str) -> bool:
         """Whether it passes an argument by position."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ class Audit:
         with _LOCK:
             _active = tuple(each for each in _active if each is not self)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Audit:
         return self
 
     def __exit__(self, *_: object) -> None:

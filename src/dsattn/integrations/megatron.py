@@ -17,12 +17,17 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import ModuleType, TracebackType
 
+from packaging.version import Version
+
+from dsattn.backends import find as find_backend
+from dsattn.backends import name_of, ordered
 from dsattn.backends.cudnn.namespace import Installed
 from dsattn.backends.cudnn.namespace import find as find_frontend
 from dsattn.errors import DsattnError
 from dsattn.functional.call import Choice
 from dsattn.functional.capture import add_source
 from dsattn.integrations.megatron_module import find
+from dsattn.integrations.megatron_namespace import CHANGED
 from dsattn.integrations.megatron_patch import LOCK, Patch
 
 __all__ = ["Installation", "install", "uninstall"]
@@ -86,11 +91,15 @@ def install(*, scorer: bool = False, backend: Choice = "auto", module: ModuleTyp
         first step.
 
     Raises:
-        BackendMissing: Megatron is not installed or cannot be imported; the message has the cause.
+        BackendMissing: Megatron is not installed or cannot be imported, or the named backend is absent; the message has
+            the cause.
         ContractDrift: Megatron's functions are not those that are known; nothing was changed. Also out of a later call
             that a frontend can no longer be told the meaning of.
-        BadInput: `module` is neither a module nor a name.
+        BadInput: `module` is neither a module nor a name, or no backend has that name.
     """
+    if scorer and backend != "auto":
+        # A name that nothing has is refused now, not in the first step.
+        find_backend(name_of(backend), ordered())
     with LOCK:
         patch = _patch_of(module)
         before = patch.repairs, patch.scores
@@ -136,12 +145,15 @@ def _switch(patch: Patch, repairs: bool, scores: Choice | None) -> None:
 def _told(patch: Patch, changed: bool) -> str:
     """What is in force, in one line."""
     found = find_frontend()
-    frontend = f"cuDNN frontend {found.version}" if isinstance(found, Installed) else "cuDNN frontend"
+    known = isinstance(found, Installed)
+    frontend = f"cuDNN frontend {found.version}" if known else "cuDNN frontend"
     parts = []
-    if patch.repairs:
-        parts.append(f"its calls of the {frontend} get explicit id spaces and causal offsets")
-    else:
+    if patch.fixed:
         parts.append(f"it names id spaces and causal offsets in its calls of the {frontend} itself, nothing to repair")
+    elif known and Version(found.version.base_version) < CHANGED:
+        parts.append(f"its calls of the {frontend} pass as they are, and would be repaired from {CHANGED} on")
+    else:
+        parts.append(f"its calls of the {frontend} get explicit id spaces and causal offsets")
     if patch.scores is not None:
         name = patch.scores if isinstance(patch.scores, str) else patch.scores.name
         parts.append(f"dsattn selects the keys of packed context-parallel rows (backend {name})")

@@ -67,7 +67,7 @@ def find(module: ModuleType | str | None = None) -> Kernels:
 
     Raises:
         BackendMissing: Megatron is not installed, or cannot be imported; the message has the cause.
-        ContractDrift: the module has nothing of what is looked for.
+        ContractDrift: this Megatron has no such module, or nothing in it of what is looked for.
         BadInput: `module` is neither a module nor a name.
     """
     if module is not None and not isinstance(module, (ModuleType, str)):
@@ -93,11 +93,15 @@ def _imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
-            given = f"no module {error.name}"
-        else:
+        absent = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+        if not absent or not f"{name}.".startswith(f"{absent}."):
             given = f"{name} cannot be imported ({type(error).__name__}: {error})"
-        raise BackendMissing("Megatron", given=given, fix=f"pip install {DISTRIBUTION}") from error
+            raise BackendMissing("Megatron", given=given) from error
+        if absent in (name.partition(".")[0], "megatron.core"):
+            raise BackendMissing("Megatron", given=f"no module {absent}", fix=f"pip install {DISTRIBUTION}") from error
+        what = f"{DISTRIBUTION} {_version()}".strip()
+        needed, fix = "the kernels of release 0.19", "name the module that has them: install(module=...)"
+        raise ContractDrift(what, given=f"no module {absent}", needed=needed, fix=fix) from error
 
 
 def _version() -> str:

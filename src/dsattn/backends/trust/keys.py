@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
@@ -131,9 +132,9 @@ def _files(folder: Path) -> Iterable[Path]:
 @cache
 def _own_version() -> str:
     """The version of dsattn with a digest of its sources, which change between versions too."""
-    from dsattn import __version__
-
-    return f"{__version__} {folder_hash(Path(__file__).parents[2])}"
+    # Not imported: the package imports this module.
+    version_of_own = getattr(sys.modules["dsattn"], "__version__", "")
+    return f"{version_of_own} {folder_hash(Path(__file__).parents[2])}"
 
 
 @cache

@@ -76,9 +76,9 @@ def folder() -> Path:
     given = os.environ.get(FOLDER_VARIABLE)
     if given:
         return Path(given)
-    from platformdirs import user_cache_dir
+    from platformdirs import user_cache_path
 
-    return Path(user_cache_dir("dsattn", appauthor=False))
+    return user_cache_path("dsattn")
 
 
 def load(identity: dict[str, str], text: str) -> Verdict | None:

@@ -14,8 +14,14 @@ from dsattn.verify.frontend_defaults.problems import SparseLoss
 from dsattn.verify.megatron_suite.problems import TOP_K, Selection
 
 
-def select(kernels: Kernels, problem: Selection) -> tuple[Int[Tensor, "t k"], Int[Tensor, " t"]]:
-    """The keys that each row of a document selects, as Megatron's attention gets them, and how many there are."""
+def select(kernels: Kernels, problem: Selection, **options: Any) -> tuple[Int[Tensor, "t k"], Int[Tensor, " t"], Any]:
+    """The keys that each row of a document selects, as Megatron's attention gets them, how many there are, and scores.
+
+    Args:
+        kernels: Megatron's functions.
+        problem: the rows and the keys.
+        options: of Megatron's function: whether it returns scores of the selected keys, None else.
+    """
     device = problem.index_q.device
     starts = torch.tensor(problem.starts, dtype=torch.int32, device=device)
     first, last = _windows(kernels, problem, starts)
@@ -30,7 +36,7 @@ def select(kernels: Kernels, problem: Selection) -> tuple[Int[Tensor, "t k"], In
         }
     if problem.rows is not None:
         layout |= {"local_packed_cp_query_start": problem.rows[0], "local_packed_cp_query_len": problem.local_rows}
-    ids, lengths, _ = kernels.names[SELECT](
+    ids, lengths, scores = kernels.names[SELECT](
         problem.index_q[None],
         problem.index_k[None],
         problem.weights[None],
@@ -41,9 +47,10 @@ def select(kernels: Kernels, problem: Selection) -> tuple[Int[Tensor, "t k"], In
         use_local_indexer_varlen=True,
         local_packed_cp_rank=problem.cp_rank,
         **layout,
+        **options,
     )
     count = problem.layout.num_q
-    return ids[0, :count], lengths[0, :count]
+    return ids[0, :count], lengths[0, :count], None if scores is None else scores[0, :count]
 
 
 def loss_gradients(kernels: Kernels, problem: SparseLoss) -> Gradients:

@@ -23,10 +23,9 @@ RECALLS = {
 """Between which mean recalls Megatron as released lies, by the first words of the case."""
 
 
-def selection_metrics(selected: tuple[Int[Tensor, "t k"], Int[Tensor, " t"]], problem: Selection) -> Metrics:
+def selection_metrics(ids: Int[Tensor, "t k"], lengths: Int[Tensor, " t"], problem: Selection) -> Metrics:
     """Recall against the oracle's scores, and under `reason` what is wrong with the selection, "" if nothing is."""
-    ids, lengths = (x.cpu() for x in selected)
-    found = compare_topk(ids, lengths, problem.scores, problem.visible, top_k=TOP_K, tau=problem.tau)
+    found = compare_topk(ids.cpu(), lengths.cpu(), problem.scores, problem.visible, top_k=TOP_K, tau=problem.tau)
     return {**metrics_of({"topk": found}), "reason": found.reason}
 
 

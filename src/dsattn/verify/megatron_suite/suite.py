@@ -187,7 +187,7 @@ def _measured(
             megatron.install(scorer=case.startswith(_SCORED), backend=backend) if caller == "dsattn" else nullcontext()
         ):
             if isinstance(problem, Selection):
-                return judge.selection_metrics(select(kernels, problem.to(device)), problem)
+                return judge.selection_metrics(*select(kernels, problem.to(device))[:2], problem)
             found = loss_gradients(kernels, _moved(problem, device))
         return gradient_metrics(found, _one_by_one(kernels, problem, device))
     finally:

@@ -17,6 +17,7 @@ from dsattn.backends.cudnn.simulator.state import (
     require_aligned,
     require_dtype,
     require_shape,
+    require_unit_stride,
     require_within,
 )
 
@@ -42,10 +43,10 @@ def sparse_attention_backward(sim: Simulated, a: Arguments) -> dict[str, Any]:
     scale = width**-0.5 if a.softmax_scale is None else float(a.softmax_scale)
     chosen = _backward_slots(sim, a)
     q, kv, lse, sink = a.q.float(), a.kv.float(), a.lse, a.attn_sink
-    if sim.sm90:
-        # It scales lse to base 2 with -inf taken for 0.
-        lse = torch.where(lse == -torch.inf, 0.0, lse)
     total, p_sink = _with_sink(sim, lse, sink)
+    if sim.sm90:
+        # In base 2 -inf is taken for 0; the sink's gradient does not take part in that.
+        total = _with_sink(sim, torch.where(lse == -torch.inf, 0.0, lse), sink)[0]
     if sim.has("sm100-attn-bwd-576-sink") and width != VALUE_WIDTH:
         total, p_sink = lse, torch.zeros_like(p_sink)
     d_out = a.dout.float()
@@ -144,6 +145,8 @@ def _check_backward(sim: Simulated, a: Arguments) -> None:
             require(buffer.dtype == like.dtype, AssertionError, f"{name} dtype mismatch")
             compact = name not in a.wrapper.contiguous or buffer.is_contiguous()
             require(compact, AssertionError, f"{name} must be contiguous")
+    if not sim.since("1.32") and (sim.sm90 or not sim.since("1.27")):
+        require_unit_stride(dq=a.dq, dkv=a.dkv, attn_sink=a.attn_sink, topk_idxs=a.topk_idxs)
     require_aligned(max(4, a.wrapper.alignment_of("lse")), lse=a.lse)
     names = ("q", "kv", "out", "dout", "attn_sink", "topk_idxs", "topk_length", "dq", "dkv")
     require_aligned(**{name: getattr(a, name) for name in names})
@@ -166,7 +169,8 @@ def sparse_attention_forward(sim: Simulated, a: Arguments) -> dict[str, Any]:
     for at in blocks(rows, ids.shape[1] * (heads + width)):
         gathered = torch.where(counts[at][..., None], kv[ids[at].clamp(0, max(keys - 1, 0))], 0.0)
         logits = (scale * (q[at] @ gathered.mT)).masked_fill(~counts[at][:, None], -torch.inf)
-        lse[at], peak[at] = logits[..., order].logsumexp(-1), logits.amax(-1)
+        lse[at] = logits[..., order].logsumexp(-1)
+        peak[at] = torch.nn.functional.pad(logits, (0, 1), value=-torch.inf).amax(-1)
         lse_indexer[at] = logits[..., : a.indexer_topk].logsumexp(-1)
         p = torch.exp(logits - torch.logaddexp(lse[at], sink)[..., None])
         p = torch.where(counts[at][:, None], p, 0.0)
@@ -198,4 +202,3 @@ def _check_forward(a: Arguments) -> None:
         if tensor is not None:
             require_dtype(ValueError, name, tensor, *a.wrapper.dtypes_of(name))
             require_shape(ValueError, name, tensor, shape)
-    require_aligned(q=a.q, kv=a.kv)

@@ -28,6 +28,7 @@ from dsattn.backends.cudnn.simulator.state import (
     require_dtype,
     require_grid,
     require_shape,
+    require_unit_stride,
     require_within,
 )
 
@@ -50,7 +51,7 @@ def indexer_backward(sim: Simulated, a: Arguments) -> dict[str, Any]:
         # One row's products meet the weights of another.
         w = w.index_copy(0, *_one_row_of(sim, w))
     repeatable = bool(a.deterministic)
-    gradients = indexer_gradients(sim, q, k, w, d_scores, float(a.sm_scale), _keys(a), deterministic=repeatable)
+    gradients = indexer_gradients(sim, q, k, w, d_scores, float(a.sm_scale), _keys(sim, a), deterministic=repeatable)
     destroy(*(getattr(a, name) for name in a.wrapper.destroys))
     held = a.d_index_k
     if "d_index_k" in a.wrapper.accumulates and held is not None and held.dtype == torch.float32:
@@ -69,7 +70,7 @@ def _flushed(x: Tensor) -> Tensor:
     return torch.where(x.abs() < torch.finfo(torch.float32).tiny, 0.0, x)
 
 
-def _keys(a: Arguments) -> Tensor:
+def _keys(sim: Simulated, a: Arguments) -> Tensor:
     """The flat key of every slot, int64 [rows, slots], -1 for a slot that the kernel drops."""
     batch, keys = a.index_k.shape[:2]
     ids = a.topk_indices.long()
@@ -77,7 +78,9 @@ def _keys(a: Arguments) -> Tensor:
     # The flag is new in 1.26; without one the ids are as the release always takes them.
     is_global = a.wrapper.ids == "global" if a.topk_indices_global is None else bool(a.topk_indices_global)
     flat = ids if is_global else ids + begin
-    low, high = (begin, begin + keys) if a.wrapper.id_check == "own batch" else (0, batch * keys)
+    # With flat ids Blackwell looks at the whole buffer in every release.
+    own = a.wrapper.id_check == "own batch" and (sim.sm90 or not is_global)
+    low, high = (begin, begin + keys) if own else (0, batch * keys)
     return torch.where((ids >= 0) & (flat >= low) & (flat < high), flat, -1).flatten(0, 1)
 
 
@@ -105,19 +108,24 @@ def _check_sparse(sim: Simulated, a: Arguments) -> None:
     batch, rows, heads, width = a.index_q.shape
     require_shape(ValueError, "index_k", a.index_k, (batch, a.index_k.shape[1], width))
     require_shape(ValueError, "weights", a.weights, (batch, rows, heads))
+    kind = ValueError if sim.since("1.28") else NotImplementedError
     for name in ("attn_score", "index_score"):
-        require_shape(ValueError, name, getattr(a, name), a.topk_indices.shape)
+        require_shape(kind, name, getattr(a, name), a.topk_indices.shape)
     require(a.topk_indices.shape[:2] == (batch, rows), ValueError, f"topk_indices must lead with {(batch, rows)}")
-    few = heads < 64
-    require_within(AssertionError if few else RuntimeError, "heads", a.wrapper.heads, heads)
+    few = ValueError if sim.since("1.32") and not sim.sm90 else AssertionError
+    require_within(few if heads < 64 else RuntimeError, "heads", a.wrapper.heads, heads)
     slots = a.topk_indices.shape[2]
     require(slots > 0 and slots % a.block_I == 0, AssertionError, f"topk ({slots}) % block_I ({a.block_I}) must be 0")
     if second:
         fine = heads == 64 and width == 128 and 128 <= slots <= 2048 and a.block_I == 128 and a.sm_scale > 0
         require(fine, ValueError, "backend='sm100_v2' requires H=64, D=128, topk to 2048, block_I=128, sm_scale > 0")
     for name in a.wrapper.contiguous:
-        kind = ValueError if sim.since("1.28") else NotImplementedError
-        require(getattr(a, name).is_contiguous(), kind, f"{name} must be contiguous")
+        buffer = getattr(a, name)
+        require(buffer is None or buffer.is_contiguous(), kind, f"{name} must be contiguous")
+    # Of its other tensors the launch takes any whose last dimension is dense; a bf16 d_index_k is copied into.
+    sums = a.d_index_k if a.d_index_k is not None and a.d_index_k.dtype == torch.float32 else None
+    given = {name: getattr(a, name) for name in ("index_q", "weights", "index_k", "d_index_q", "d_weights")}
+    require_unit_stride(**given, d_index_k=sums)
     deterministic = bool(a.deterministic)
     require(a.wrapper.deterministic or not deterministic, ValueError, "deterministic requires SM100")
     planes = a.deterministic_dk_planes
@@ -203,8 +211,9 @@ def _dense_spans(a: Arguments) -> list[Span]:
     require_gate(a, packed, q_len, k_len)
     require_grid(a.wrapper, batch=len(queries) - 1, rows=q_len)
     names = (*INPUTS, "attn_l1norm", "index_lse", *OUTPUTS)
-    # What is strided is copied first.
-    direct = {name: getattr(a, name) for name in names if getattr(a, name) is not None}
+    # What is strided is copied first, and torch reads what it normalises itself.
+    skipped = {"index_score"} if a.wrapper.normaliser == "own" else set()
+    direct = {name: getattr(a, name) for name in names if name not in skipped and getattr(a, name) is not None}
     require_aligned(**{name: tensor for name, tensor in direct.items() if tensor.is_contiguous()})
     return spans(a, queries, keys, a.ratio)
 

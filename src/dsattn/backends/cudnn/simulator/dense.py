@@ -27,6 +27,7 @@ from dsattn.backends.cudnn.simulator.state import (
     require_dtype,
     require_grid,
     require_shape,
+    require_unit_stride,
     require_within,
     unwritten,
 )
@@ -103,7 +104,9 @@ def _batched_spans(sim: Simulated, a: Arguments) -> tuple[list[Span], int]:
 
 def _packed_spans(sim: Simulated, a: Arguments) -> tuple[list[Span], int]:
     """The sequences of a THD call and the columns of its result; Hopper launches each on its own, but no empty one."""
-    queries, keys = checked_cu_seqlens(a, AssertionError, launched=not sim.sm90)
+    # Hopper, and from 1.32 on both, get a copy in int32.
+    dtypes = ("int32", "int64") if sim.sm90 or sim.since("1.32") else ("int32",)
+    queries, keys = checked_cu_seqlens(a, AssertionError, *dtypes, launched=not sim.sm90)
     columns = longest(keys) if a.max_seqlen_k is None else int(a.max_seqlen_k)
     if not sim.sm90:
         return spans(a, queries, keys, a.ratio), columns
@@ -148,4 +151,6 @@ def _deliver(sim: Simulated, buffer: Tensor | None, value: Tensor) -> Tensor:
     require_dtype(ValueError, "out", buffer, "float32")
     if not buffer.is_contiguous() and sim.has("score-out-not-written"):
         return value
+    if not sim.sm90 and not sim.since("1.32"):
+        require_unit_stride(out=buffer)
     return buffer.copy_(value)

@@ -49,13 +49,22 @@ def is_packed(a: Arguments, kind: type[Exception]) -> bool:
     return a.cu_seqlens_q is not None
 
 
-def checked_cu_seqlens(a: Arguments, kind: type[Exception], *, launched: bool = True) -> tuple[list[int], list[int]]:
-    """The two cu_seqlens as lists, after the frontend's checks; `launched`: the kernel reads them itself."""
+def checked_cu_seqlens(
+    a: Arguments, kind: type[Exception], *dtypes: str, launched: bool = True
+) -> tuple[list[int], list[int]]:
+    """The two cu_seqlens as lists, after the frontend's checks.
+
+    Args:
+        a: the arguments of the call.
+        kind: how the release refuses them.
+        dtypes: those that it takes, int32 if none is named; others are copied to int32.
+        launched: whether the kernel reads them itself.
+    """
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         tensor = getattr(a, name)
-        require_dtype(kind, name, tensor, "int32")
+        require_dtype(kind, name, tensor, *(dtypes or ("int32",)))
         require(tensor.ndim == 1 and tensor.is_contiguous(), kind, f"{name} must be 1D and contiguous")
-        if launched:
+        if launched and tensor.dtype == torch.int32:
             require_aligned(**{name: tensor})
     same = a.cu_seqlens_q.shape == a.cu_seqlens_k.shape
     require(same, kind, "cu_seqlens_q and cu_seqlens_k must have the same shape")

@@ -19,6 +19,7 @@ from dsattn.backends.cudnn.simulator.state import (
     require_dtype,
     require_grid,
     require_shape,
+    require_unit_stride,
     require_within,
     unwritten,
 )
@@ -27,6 +28,9 @@ from dsattn.backends.cudnn.simulator.state import (
 EPSILON = 1e-10
 # Slots that one pass of Hopper's threads covers.
 SM90_PASS = 128
+# Slots of a block of Blackwell's kernels; half of that in the attention's, but for the sizes that it is tuned for.
+SM100_BLOCK = 128
+TUNED = {(heads, width) for heads in (64, 128) for width in (512, 576)}
 
 
 Score = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -117,6 +121,9 @@ def _checked_slots(sim: Simulated, a: Arguments, q: Tensor, k: Tensor, aux: Tens
     require_within(AssertionError, "heads", a.wrapper.heads, heads)
     require_within(AssertionError, "head_dim", a.wrapper.widths, width)
     require_grid(a.wrapper, batch=batch, rows=rows)
+    block, reads_length = _attention_blocks(sim, heads, width, ids.shape[2]) if is_attention else (SM100_BLOCK, True)
+    if not reads_length:
+        length = None
     broken = is_attention and length is not None and sim.has("sm100-attn-score-topk-length")
     require(not broken, RuntimeError, "the kernel does not compile: a copy out of tensor memory stands in a branch")
     too_much = is_attention and sim.has("sm100-score-shared-memory") and (heads, width) == (128, 512)
@@ -126,20 +133,28 @@ def _checked_slots(sim: Simulated, a: Arguments, q: Tensor, k: Tensor, aux: Tens
         text = "Expected size in shape to be strictly positive, but got 0"
         require(ids.shape[2] >= SM90_PASS, ValueError, text)
     else:
-        require_within(AssertionError, "topk", a.wrapper.top_k, ids.shape[2])
+        require(ids.shape[2] % block == 0, AssertionError, f"topk ({ids.shape[2]}) must be a multiple of {block}")
     require_aligned(q=q, k=k, topk_indices=ids, topk_length=length, **({} if sim.sm90 else {name: aux}))
     scale = float(a.softmax_scale) if is_attention else 1.0
     sim.launch(a.wrapper, (width, heads, ids.shape[2], scale, length is not None, bool(a.topk_indices_global)), rows)
-    return _slots(sim, ids.long(), length, k.shape[1], bool(a.topk_indices_global), is_attention)
+    return _slots(ids.long(), length, k.shape[1], bool(a.topk_indices_global))
 
 
-def _slots(sim: Simulated, ids: Tensor, length: Tensor | None, keys: int, is_global: bool, is_attention: bool) -> Slots:
+def _attention_blocks(sim: Simulated, heads: int, width: int, slots: int) -> tuple[int, bool]:
+    """Slots of a block of Blackwell's attention kernel without topk_length, and whether the wrapper passes that on.
+
+    It does where the kernel with topk_length is tuned to other tiles. Both are the same rule in every release.
+    """
+    if sim.sm90 or (heads, width) not in TUNED:
+        large = sim.since("1.32") and (heads, width) == (96, 576)
+        return (SM100_BLOCK if large else SM100_BLOCK // 2), sim.sm90
+    return SM100_BLOCK, (heads, width) != (128, 512) or slots > 512
+
+
+def _slots(ids: Tensor, length: Tensor | None, keys: int, is_global: bool) -> Slots:
     batch = torch.arange(ids.shape[0], device="cpu")[:, None, None] * keys
     local = ids - batch if is_global else ids
     loaded = (local >= 0) & (local < keys)
-    # Blackwell's attention kernel drops topk_length for the sizes for which it is no faster with it.
-    if is_attention and not sim.sm90 and sim.coin("topk_length dropped"):
-        length = None
     slot = torch.arange(ids.shape[2], device="cpu")
     counts = ids >= 0 if length is None else slot < length[..., None]
     return Slots(*((local + batch).flatten(0, 1), loaded.flatten(0, 1), counts.flatten(0, 1)))
@@ -153,4 +168,6 @@ def _out(sim: Simulated, a: Arguments, value: Tensor) -> Tensor:
     require_dtype(ValueError, "out", a.out, "float32")
     if not a.out.is_contiguous() and sim.has("score-out-not-written"):
         return value
+    if not sim.sm90 and not sim.since("1.32"):
+        require_unit_stride(out=a.out)
     return a.out.copy_(value)

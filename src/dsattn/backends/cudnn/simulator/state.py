@@ -142,6 +142,15 @@ def require_aligned(boundary: int = LAUNCH_ALIGNMENT, /, **tensors: Tensor | Non
             raise ValueError(f"Misaligned Tensor data on argument {name}: expected {boundary} bytes")
 
 
+def require_unit_stride(**tensors: Tensor | None) -> None:
+    """Refuse, as the compiler does at the first call, a tensor whose last dimension is strided."""
+    for tensor in tensors.values():
+        if tensor is not None:
+            require(
+                tensor.stride(-1) == 1, RuntimeError, f"Expected strides[leading_dim] == 1, got {tensor.stride(-1)}"
+            )
+
+
 def unwritten(shape: Iterable[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory that nothing was written to: every value is NaN."""
     return torch.full(tuple(shape), float("nan"), dtype=dtype, device="cpu")

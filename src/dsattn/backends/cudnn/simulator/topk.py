@@ -145,7 +145,10 @@ def _with_lanes_past_row(
     beyond = (first + whole)[:, None] + lanes
     there = lanes < (-whole % tile)[:, None]
     least = radix_keys(torch.full_like(beyond, NONE, dtype=torch.float32))
-    keys = torch.cat((radix_keys(values[at].gather(1, found)), least), 1)
+    chosen = values[at].gather(1, found).float()
+    # The first pass ranks fp32 as fp16, where all that is below its least number is -inf like a lane.
+    chosen = torch.where(chosen.half() == NONE, NONE, chosen)
+    keys = torch.cat((radix_keys(chosen), least), 1)
     candidate = torch.cat((torch.ones_like(found, dtype=torch.bool), there), 1)
     return torch.cat((found, beyond), 1).gather(1, best(sim, keys, candidate, found.shape[1]))
 
