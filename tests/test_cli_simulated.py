@@ -161,7 +161,7 @@ def defaults(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Sequence[str], str]]
         asked.append((tuple(releases), arch))
         return [row(arch=arch, release=release) for release in releases]
 
-    monkeypatch.setattr(verify.frontend_defaults, "run", run)
+    monkeypatch.setattr(frontend_defaults, "run", run)
     return asked
 
 
@@ -199,7 +199,7 @@ def test_a_row_of_frontend_defaults_that_does_not_hold_is_red(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     wrong = row(verdict="fail", reason="recall 0.9 where 0.579 was seen", arch="sm100")
-    monkeypatch.setattr(verify.frontend_defaults, "run", lambda *_, **__: [row(arch="sm100", release="1.25.0"), wrong])
+    monkeypatch.setattr(frontend_defaults, "run", lambda *_, **__: [row(arch="sm100", release="1.25.0"), wrong])
     page = tmp_path / "r.html"
     code, out, _ = said(capsys, *DEFAULTS, "--html", str(page))
     assert code == 1

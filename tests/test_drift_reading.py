@@ -10,6 +10,7 @@ import pytest
 import small_wheels
 from conftest import RunPython
 
+from dsattn.drift import snapshot
 from dsattn.drift.snapshot import Exported, Parameter, Snapshot, decoded, encoded
 from dsattn.drift.source import read
 from dsattn.drift.texts import sentences
@@ -241,6 +242,12 @@ def test_a_snapshot_comes_back_as_it_was(tmp_path: Path) -> None:
     made = read_of(tmp_path, {"kernels.py": text}, metadata=["Requires-Dist: torch"])
     assert decoded(encoded(made)) == made
     assert made.exports["f"].sites[0].where == decoded(encoded(made)).exports["f"].sites[0].where
+
+
+def test_a_snapshot_knows_all_modules_that_read(run_python: RunPython) -> None:
+    code = "import sys\nimport dsattn.drift.source\nprint(*(m for m in sys.modules if m.startswith('dsattn.drift.')))"
+    loaded = {name.rpartition(".")[2] for name in run_python("-c", code).stdout.split()}
+    assert loaded == set(snapshot._READERS)
 
 
 def test_sentences() -> None:

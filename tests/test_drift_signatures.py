@@ -205,3 +205,12 @@ def test_annotations_in_one_spelling(text: str, normally: str) -> None:
 )
 def test_a_wider_annotation(before: str | None, after: str | None, wider: bool) -> None:
     assert widens(before, after) is wider
+
+
+@pytest.mark.parametrize(
+    ("positional", "touched"),
+    [(0, []), (1, []), (2, ["moved: b 1 -> 2, c 2 -> 1"]), (3, ["moved: b 1 -> 2, c 2 -> 1"])],
+)
+def test_a_swap_touches_whose_positions_reach_it(positional: int, touched: list[str]) -> None:
+    call = Call("f", "mine", positional, keywords=frozenset("abc"[positional:]))
+    assert [each.what for each in only("a, b, c", "a, c, b", call) if each.touches] == touched

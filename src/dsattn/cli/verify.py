@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -16,18 +16,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from dsattn.backends.cudnn.contracts_table import ARCHS
 from dsattn.errors import BadInput
-from dsattn.verify import captured, frontend_defaults, self_test_report, simulated, suites
+from dsattn.verify import captured, own_suites, self_test_report, simulated, suites
 from dsattn.verify import self_test as tests
 from dsattn.verify.environment import environment
-from dsattn.verify.frontend_defaults.suite import checks
 from dsattn.verify.pool import Request, WorkerDied, processes_for, run_in_processes
 from dsattn.verify.records import Record, Report, write
 from dsattn.verify.report import console, show
 from dsattn.verify.run import operators_of, run
 from dsattn.verify.suites import SUITES, Suite
 
-DEFAULTS: Suite = "frontend-defaults"
-Advance = Callable[[str, int, int], None]
+Advance = own_suites.Advance
 DESCRIPTION = """\
 Compare every operator with the float64 oracle, forward and backward.
 
@@ -41,8 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--suite",
         choices=SUITES,
         help="quick (every named case; the default), real-text (the Python standard library's sources as text), full "
-        "(the named cases also in fp64, and real text of thousands of rows) or frontend-defaults (what the cuDNN "
-        "frontend's defaults do to a caller who relies on them); repeat it for several",
+        "(the named cases also in fp64, and real text of thousands of rows), frontend-defaults (what the cuDNN "
+        "frontend's defaults do to a caller who relies on them) or megatron (a released Megatron-LM before and after "
+        "dsattn's repair; downloaded where none is installed); repeat it for several",
         **several,
     )
     parser.add_argument(
@@ -81,8 +80,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch",
         choices=ARCHS,
-        help="with --cudnn-version or the suite frontend-defaults: this architecture, Hopper or Blackwell; repeat it "
-        "for both (default: both; of frontend-defaults alone sm100)",
+        help="with --cudnn-version or the suites frontend-defaults and megatron: this architecture, Hopper or "
+        "Blackwell; repeat it for both (default: both; of those suites alone sm100)",
         **several,
     )
     _add_outputs(parser)
@@ -131,10 +130,11 @@ def main(
         return _self_test(device, verbose=verbose, json=json)
     chosen: tuple[Suite, ...] = tuple(dict.fromkeys(suite or ([] if inputs else ["quick"])))
     given = {"case": case, "dtype": dtype, "inputs": inputs, "backend": backend, "device": device, "dump": dump}
-    if DEFAULTS in chosen:
+    own = [name for name in chosen if name in own_suites.SUITES]
+    for name in own:
         needed = "only --suite, --list, --cudnn-version, --arch, --verbose, --json and --html"
-        _refuse(f"--suite {DEFAULTS}", given, needed)
-    if arch and not cudnn_version and DEFAULTS not in chosen:
+        _refuse(f"--suite {name}", given, needed)
+    if arch and not cudnn_version and not own:
         raise BadInput("--arch", given="without --cudnn-version", fix="name a release to simulate, or all")
     releases = simulated.chosen(cudnn_version, arch)
     where = torch.device("cpu") if device is None and releases else _device(device)
@@ -149,7 +149,7 @@ def main(
     request = Request(chosen, {**options, "backends": backend, "device": where, "dump": dumped})
     try:
         with _progress() as advance:
-            records = [*_records(request, advance), *_defaults(chosen, releases, arch, advance)]
+            records = [*_records(request, advance), *own_suites.run(own, _versions(releases, arch), advance)]
     except WorkerDied as error:
         print(f"dsattn: {error}", file=sys.stderr)
         return 1
@@ -208,10 +208,8 @@ def _list(chosen: Sequence[Suite], options: dict[str, Any]) -> None:
     tasks, _ = suites.plan(chosen, **options, backends=backends, device=torch.device("cpu"))
     subjects = {id(task.subject): task.subject for task in tasks}.values()
     lines = [(one.suite, one.case.name, one.case.shows, ", ".join(operators_of(one))) for one in subjects]
-    if DEFAULTS in chosen:
-        for check in checks():
-            shows = f"{', '.join(check.wrappers)}, called as for 1.25 and as dsattn does"
-            lines.append((DEFAULTS, check.case, shows, check.operator))
+    for name in chosen:
+        lines += own_suites.SUITES[name].lines() if name in own_suites.SUITES else []
     suite_width, width = (max(len(line[column]) for line in lines) for column in range(2))
     for suite, name, shows, operators in lines:
         # Plain lines: a pipe may search them, and nothing is folded.
@@ -239,7 +237,7 @@ def _device(name: str | None) -> torch.device:
 
 def _records(request: Request, advance: Advance) -> list[Record]:
     """The records of all checks, and of every backend that is absent here and was not named."""
-    if request.suites == (DEFAULTS,):
+    if request.suites and all(name in own_suites.SUITES for name in request.suites):
         return []
     tasks, absent = suites.plan(request.suites, **request.options)
     processes = processes_for(tasks)
@@ -252,23 +250,10 @@ def _records(request: Request, advance: Advance) -> list[Record]:
     return [*records, *absent]
 
 
-def _defaults(
-    chosen: Sequence[Suite], releases: Sequence[simulated.Release], archs: Sequence[str], advance: Advance
-) -> list[Record]:
-    """The records of the suite frontend-defaults, if it is chosen; of its own releases if none are."""
-    if DEFAULTS not in chosen:
-        return []
-    wanted = {arch: [one.version for one in releases if one.arch == arch] for arch in _archs(releases, archs)}
-    return [
-        record
-        for arch, versions in wanted.items()
-        for record in frontend_defaults.run(versions or frontend_defaults.RELEASES, arch, advance=advance)
-    ]
-
-
-def _archs(releases: Sequence[simulated.Release], archs: Sequence[str]) -> Sequence[str]:
-    """The architectures of the suite frontend-defaults: where nothing is asked for, that of its figures."""
-    return archs or list(dict.fromkeys(one.arch for one in releases)) or ["sm100"]
+def _versions(releases: Sequence[simulated.Release], archs: Sequence[str]) -> dict[str, list[str]]:
+    """The releases of each architecture for suites with tables of their own: sm100 where nothing is asked for."""
+    wanted = archs or list(dict.fromkeys(one.arch for one in releases)) or ["sm100"]
+    return {arch: [one.version for one in releases if one.arch == arch] for arch in wanted}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from hashlib import sha256
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # Package -> the folder in its wheel that is read; of other packages all is.
 _PARTS = {"megatron-core": "megatron/core/transformer/experimental_attention_variant"}
+_READERS = ("snapshot", "source", "exports", "bodies", "annotations")
 POSITIONAL = ("positional-only", "positional or keyword")
 VAR_POSITIONAL, VAR_KEYWORD = "variadic positional", "variadic keyword"
 
@@ -202,7 +204,5 @@ def _place(package: str, version: Version) -> Path:
 @cache
 def _reader() -> str:
     """What made a snapshot: another reader may see more, and its snapshots are not taken for this one's."""
-    import sys
-
-    sources = (Path(__file__).with_name(name).read_bytes() for name in ("snapshot.py", "source.py", "bodies.py"))
+    sources = (Path(__file__).with_name(f"{name}.py").read_bytes() for name in _READERS)
     return sha256(b"".join(sources) + repr(sys.version_info[:2]).encode()).hexdigest()

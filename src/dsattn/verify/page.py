@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from dsattn.spec.metrics import FORWARD_FACTOR, GRADIENT_FACTOR
-from dsattn.verify import frontend_defaults, matrix, summary
+from dsattn.verify import matrix, own_suites, summary
 from dsattn.verify.records import OWN_TABLES, Record, Report
 from dsattn.verify.run import DTYPES
 
@@ -40,7 +40,7 @@ def page(report: Report) -> str:
         tables=summary.tables(report.records),
         matrices=matrix.matrices(report.records),
         budgets=any(record.suite not in OWN_TABLES for record in report.records) or not report.records,
-        defaults=frontend_defaults.tables(report.records),
+        own=own_suites.tables(report.records),
         every=summary.tables(real, every=True),
         unlisted=len(simulated),
         texts=summary.texts(report.records),

@@ -17,7 +17,7 @@ from dsattn.verify.per_row import Curve
 
 Verdict = Literal["pass", "fail", "unsupported", "not run"]
 
-OWN_TABLES = ("frontend-defaults",)
+OWN_TABLES = ("frontend-defaults", "megatron")
 """Suites whose records are shown in tables of their own."""
 _NOT_IN_JSON = ("traceback", "curves", "inputs", "dumped")
 

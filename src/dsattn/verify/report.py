@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dsattn.verify import frontend_defaults, matrix, summary
+from dsattn.verify import matrix, own_suites, summary
 from dsattn.verify.records import OWN_TABLES, Record, Report
 
 _STYLES = {"pass": "green", "fail": "bold red", "unsupported": "yellow", "not run": "dim"}
@@ -41,9 +41,9 @@ def show(report: Report, out: Console, *, verbose: bool = False) -> None:
         for begin in range(0, len(found.operators), columns):
             out.print(Text(f"backend {found.backend}, releases simulated on {found.arch}", style="bold"))
             out.print(_matrix(found, slice(begin, begin + columns), out.width), "")
-    for found in frontend_defaults.tables(report.records):
+    for found in own_suites.tables(report.records):
         out.print(Text(found.title, style="bold"))
-        out.print(_defaults(found), "")
+        out.print(_own(found), "")
     texts = summary.texts(report.records)
     if texts:
         out.print(_texts(texts), "")
@@ -99,7 +99,7 @@ def _lines(cell: matrix.Cell, short: bool) -> list[Text]:
     return [Text(text, style=_STYLES[verdict]) for text, verdict in told]
 
 
-def _defaults(table: frontend_defaults.Table) -> Table:
+def _own(table: own_suites.Table) -> Table:
     view = _grid()
     for name in table.columns:
         view.add_column(name)

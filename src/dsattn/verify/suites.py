@@ -18,12 +18,12 @@ from dsattn.errors import BadInput
 from dsattn.spec.cases import CASES
 from dsattn.spec.inputs import inputs
 from dsattn.verify import captured, real_text
-from dsattn.verify.records import Record
+from dsattn.verify.records import OWN_TABLES, Record
 from dsattn.verify.run import CUDNN, DTYPES, Task, operators_of, tasks
 from dsattn.verify.simulated import Release
 from dsattn.verify.subject import Subject
 
-Suite = Literal["quick", "real-text", "full", "frontend-defaults"]
+Suite = Literal["quick", "real-text", "full", "frontend-defaults", "megatron"]
 SUITES: tuple[Suite, ...] = get_args(Suite)
 
 _SIMULATED = ("bf16",)
@@ -43,10 +43,10 @@ def parts(suite: Suite, *, simulated: bool = False) -> list[Part]:
 
     "quick": every named case. "real-text": the standard library's text, small. "full": every named case also in fp64,
     and the text at full size. Simulated releases get bf16, the dtype of their kernels, and "full" the small text: a
-    stand-in on the CPU shows what a kernel means, not how large it can get. "frontend-defaults" makes calls of its own,
-    which are no parts.
+    stand-in on the CPU shows what a kernel means, not how large it can get. "frontend-defaults" and "megatron" make calls
+    of their own, which are no parts.
     """
-    if suite == "frontend-defaults":
+    if suite in OWN_TABLES:
         return []
     if suite == "real-text":
         return [Part(real_text.subjects(), _SIMULATED if simulated else ("fp32", "bf16"))]

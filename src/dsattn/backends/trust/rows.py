@@ -79,7 +79,8 @@ def disagreement(call: LiveCall, rows: Tensor, results: Results) -> str:
             for name, number in answers(sample).items()
             if name in results or call.operator == "indexer_topk"
         }
-        return judge(sample, {name: _taken(x, rows, used) for name, x in results.items()}, expected)
+        taken = {name: _taken(name, x, rows, used) for name, x in results.items()}
+        return judge(sample, taken, expected)
 
 
 def _keys(call: LiveCall, rows: Tensor) -> Rows:
@@ -152,7 +153,7 @@ def _finite(sample: Sample) -> bool:
     return all(bool(x.isfinite().all()) for x in tensors)
 
 
-def _taken(result: Tensor | TopK, rows: Tensor, used: Tensor) -> Tensor | TopK:
+def _taken(name: str, result: Tensor | TopK, rows: Tensor, used: Tensor) -> Tensor | TopK:
     """The rows of a result, on the CPU; keys by their number among those in use."""
     if isinstance(result, TopK):
         at = rows.to(result.indices.device)
@@ -163,8 +164,8 @@ def _taken(result: Tensor | TopK, rows: Tensor, used: Tensor) -> Tensor | TopK:
         ids = torch.where(known, places, torch.where(ids < 0, ids, len(used))).int()
         scores = None if result.scores is None else result.scores[at].cpu()
         return TopK._trusted(ids, lengths, scores, len(rows), len(used))
-    taken = result[rows.to(result.device)]
-    return taken.cpu()
+    taken = result[rows.to(result.device)].cpu()
+    return taken[:, used] if name == "scores" else taken
 
 
 def _on_host(number: Expected) -> Expected:

@@ -43,7 +43,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
             [_line(group, found, _errors(found)) for group, found in rows],
         ),
         Table(
-            "selection of packed context-parallel ranks: recall, mean of each rank / least of a row",
+            "selection of packed context-parallel ranks: recall, mean of the worst rank / least of a row",
             _heads(list(_RECALLS)),
             [_line(group, found, _recalls(found)) for group, found in rows],
         ),
@@ -66,8 +66,8 @@ def _recalls(records: Sequence[Record]) -> list[str]:
     for prefix in _RECALLS.values():
         found = [record.metrics for record in records if record.case.startswith(f"{prefix}-rank")]
         found = [metrics for metrics in found if "recall_mean" in metrics]
-        means = " ".join(f"{metrics['recall_mean']:.3f}" for metrics in found)
-        cells.append(f"{means} / {min(metrics['recall_min'] for metrics in found):.3f}" if found else "")
+        least = [min((metrics[name] for metrics in found), default=0.0) for name in ("recall_mean", "recall_min")]
+        cells.append(" / ".join(f"{recall:.3f}" for recall in least) if found else "")
     return cells
 
 
