@@ -44,7 +44,7 @@ def test_megatron_runs_on_its_own_releases_or_on_those_named(asked: list[Any], c
     code, out, _ = said(capsys, *MEGATRON)
     assert code == 0
     assert asked == [(megatron_suite.RELEASES, {"arch": "sm100"})]
-    assert "0.579 / 0.039" in out
+    assert "0.039" in out
     del asked[:]
     assert said(capsys, *MEGATRON, "--cudnn-version", "1.31.0", "--arch", "sm90")[0] == 0
     assert asked == [(("1.31.0",), {"arch": "sm90"})]
