@@ -21,7 +21,7 @@ PACKAGES_SEEN  := import sys; [print(f"import site; site.addsitedir({p!r})") for
 SITE_PACKAGES  := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .NOTPARALLEL:
-.PHONY: help verify test lint self-test unit fuzz format docs clean
+.PHONY: help verify test lint self-test unit fuzz frontend-seam kernels format docs clean
 
 help:
 	@echo "make verify   compare every operator with the float64 oracle; report in build/verify.html and build/verify.json"
@@ -30,6 +30,8 @@ help:
 	@echo "make unit     the tests alone          make format      let ruff rewrite the sources"
 	@echo "make docs     the documentation, built strictly into build/docs"
 	@echo "make fuzz     the properties on random examples for MINUTES=10; SEED=1 makes others"
+	@echo "make frontend-seam   the wrappers of real cuDNN frontends on CPU tensors against their stand-ins, and the backend on them"
+	@echo "make kernels         the kernels of the backend's calls, compiled without a GPU; both fetch up to 2 GB of releases once"
 	@echo "make clean    remove build/ and $(VENV)"
 	@echo "Both of the first set up $(VENV) by themselves. PYTHON=python3.12 chooses the interpreter."
 
@@ -56,6 +58,13 @@ unit: $(DEV)
 
 fuzz: $(DEV)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --minutes $(MINUTES) --seed $(SEED)
+
+# RELEASES='--release 1.29.1 --arch sm90' for less than all.
+frontend-seam: $(DEV)
+	PYTHONPATH=src:tests $(PY) -m seam.environments $(RELEASES)
+
+kernels: $(DEV)
+	PYTHONPATH=src:tests $(PY) -m seam.environments --kernels $(RELEASES)
 
 format: $(DEV)
 	$(PY) -m ruff format .

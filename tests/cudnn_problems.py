@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -202,6 +202,19 @@ def differences(problem: Problem, operator: Operator, backend: Backend) -> list[
     if isinstance(got, str):
         return None
     return unequal(got, outcome(problem, operator, TORCH), noise(problem, operator))
+
+
+def compared(
+    problem: Problem, operator: Operator, version: str, arch: str, seed: int = 0
+) -> tuple[Recorder, list[str] | None]:
+    """The calls and the differences of a release, without gradients where those are refused; None if all is refused."""
+    recorder, found = Recorder(None), None
+    for gradients in (True, False):
+        recorder, backend = recording(version, arch, seed)
+        found = differences(replace(problem, gradients=gradients), operator, on(backend))
+        if found is not None:
+            break
+    return recorder, found
 
 
 def noise(problem: Problem, operator: Operator) -> float:

@@ -143,7 +143,8 @@ def test_the_whole_of_nothing(case: Empty, support: str) -> None:
     if support == "selected":
         assert result.topk is not None
         check_selection(result.topk, case)
-    assert all(answer.chosen for answer in explain("dsa_attention", *x.dsa(), case.layout, **options).answers)
+    answers = explain("dsa_attention", *x.dsa(), case.layout, **options).answers
+    assert all(answer.chosen for answer in answers if answer.backend == "torch")
     with torch.no_grad():
         again = dsa_attention(*x.dsa(), case.layout, **options)
     assert torch.equal(again.out, result.out)

@@ -6,6 +6,8 @@ import gc
 import math
 import random
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +31,10 @@ from dsattn import (
 from dsattn.backends import TorchBackend
 from dsattn.backends.base import launches_of
 from dsattn.backends.cudnn.backend import CudnnBackend
-from dsattn.backends.trust import check, gate, verdicts
+from dsattn.backends.trust import check, gate, refuse, verdicts
 from dsattn.backends.trust.keys import key_of
-from dsattn.cli.doctor import problem
+from dsattn.cli import main
+from dsattn.cli.doctor import examine, problem
 from dsattn.functional.explain import Explanation
 from dsattn.spec.problem import OPERATORS, AttentionSizes, IndexerSizes, Operator
 
@@ -270,6 +273,20 @@ def test_explain_shows_what_is_known(monkeypatch: pytest.MonkeyPatch, checks: li
         assert f"self-check {state}" in str(found)
 
 
+def test_doctor_shows_what_is_known(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    backend = Checked()
+    monkeypatch.setattr("dsattn.cli.doctor.ordered", lambda: (backend,))
+    refuse(backend, problem("sparse_attention", torch.device("cpu")), "lse is base 2")
+    answers = {a["operator"]: a for a in examine()["operators"] if not a["backward"] and a["device"] == "cpu"}
+    assert (answers["indexer_topk"]["runs"], answers["indexer_topk"]["self_check"]) == (True, "not yet run")
+    assert not answers["sparse_attention"]["runs"]
+    assert answers["sparse_attention"]["reason"] == "its self-check failed: lse is base 2"
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out
+    assert "yes, self-check not yet run" in told
+    assert "no: its self-check failed: lse is base 2" in told
+
+
 def test_a_backend_takes_its_verdicts_with_it() -> None:
     backend = healthy()
     attention_call(backend)
@@ -285,3 +302,18 @@ def test_layouts_of_one_kind_share_a_verdict(checks: list[str]) -> None:
         x = tensors(layout) if layout.num_q != 44 else {k: v[0, :44] for k, v in tensors(WHOLE).items()}
         indexer_topk(x["index_q"], x["index_k"], x["weights"], layout, top_k=40, backend=backend)
     assert len(checks) == 1
+
+
+def test_threads_that_need_a_kernel_at_once_wait_for_one_check(checks: list[str]) -> None:
+    backend, at_once = Checked(), threading.Barrier(4)
+    topk = topk_call(TorchBackend())
+    x = tensors(CHUNKS)
+
+    def call(_: int) -> Tensor:
+        at_once.wait()
+        return sparse_attention(x["q"], x["kv"], topk, value_dim=16, softmax_scale=0.2, backend=backend)
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(call, range(4)))
+    assert checks == ["sparse_attention"]
+    assert all(torch.equal(results[0], result) for result in results)

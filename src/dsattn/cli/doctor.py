@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dsattn.backends import Backend, ordered
+from dsattn.backends.trust import standing
+from dsattn.backends.trust.verdicts import folder
 from dsattn.integrations import megatron_status
 from dsattn.layouts import CausalLayout
 from dsattn.spec.problem import OPERATORS, WITH_BACKWARD, AttentionSizes, IndexerSizes, Operator, Problem
@@ -58,6 +60,7 @@ def main(*, json: Path | None) -> int:
         facts.add_row(name, "\n".join(value) if isinstance(value, list) else str(value))
     for name, state in found["backends"].items():
         facts.add_row(f"backend {name}", Text(state, "" if name in found["usable"] else "yellow"))
+    facts.add_row("cache", found["cache"])
     facts.add_row("Megatron-LM", Text(found["megatron"]))
     out.print(facts)
     answers = Table(title="operators, DeepSeek-V3.2 sizes, bf16", title_justify="left", title_style="bold")
@@ -66,7 +69,8 @@ def main(*, json: Path | None) -> int:
     for answer in found["operators"]:
         if answer["backend"] not in found["usable"]:
             continue
-        runs = Text("yes", "green") if answer["runs"] else Text(f"no: {answer['reason']}", "yellow")
+        check = f", self-check {answer['self_check']}" if answer["self_check"] else ""
+        runs = Text(f"yes{check}", "green") if answer["runs"] else Text(f"no: {answer['reason']}", "yellow")
         asked = f"{answer['operator']} backward" if answer["backward"] else answer["operator"]
         answers.add_row(asked, answer["backend"], answer["device"], runs)
     out.print(answers)
@@ -81,7 +85,11 @@ def examine() -> dict[str, Any]:
     for operator in OPERATORS:
         directions = (False, True) if operator in WITH_BACKWARD else (False,)
         for backward, backend, device in product(directions, ordered(), devices()):
-            reason = ask(backend, replace(problem(operator, device), backward=backward))
+            asked = replace(problem(operator, device), backward=backward)
+            reason = ask(backend, asked)
+            check = "" if reason is not None else standing(backend, asked)
+            if check.startswith("failed"):
+                reason = f"its self-check {check}"
             answers.append(
                 {
                     "operator": operator,
@@ -90,6 +98,7 @@ def examine() -> dict[str, Any]:
                     "device": str(device),
                     "runs": reason is None,
                     "reason": reason or "",
+                    "self_check": check,
                 }
             )
     return {
@@ -97,6 +106,7 @@ def examine() -> dict[str, Any]:
         "backends": {backend.name: backend.missing() or backend.about() or "usable" for backend in ordered()},
         "usable": [backend.name for backend in ordered() if backend.missing() is None],
         "packages": {name: package_version(name) or "not installed" for name in _PACKAGES},
+        "cache": str(folder()),
         "megatron": megatron_status.status(),
         "operators": answers,
     }

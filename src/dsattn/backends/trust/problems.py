@@ -122,15 +122,17 @@ def sample_for(key: Key, launch: Launch) -> Sample:
 
 def _layout(key: Key, launch: Launch) -> CausalLayout:
     """The layout of the problem: with offsets few rows see many keys, without them there are rows for all keys."""
-    ratio = key.ratio
-    first, second = (70, 41) if ratio == 1 else (30, 17)
+    selected = key.operator == "sparse_attention" or key.support == "selected"
+    # Where ids say who sees whom, no kernel is told of the ratio.
+    ratio = 1 if selected else key.ratio
+    first, second = (70, 41) if ratio == 1 else (30, 17) if ratio <= 8 else (6, 4)
     if key.top_k is not None:
         first, second = max(key.top_k, 20) + 13, max(key.top_k, 20) + 6
-    square = not launch.offsets and key.operator != "sparse_attention" and key.support != "selected"
+    square = not launch.offsets and not selected
     if square:
         first, second = (min(count, max(2, _MAX_ROWS // ratio)) for count in (first, second))
     if launch.batched:
-        return _batched(first, ratio, square=square, equal=key.support != "selected")
+        return _batched(first, ratio, square=square, equal=not selected)
     if square:
         gap = first * ratio + 1
         segments = [Segment(0, first * ratio, 0, first, 0), Segment(gap, second * ratio, first, second, 0)]

@@ -147,7 +147,7 @@ def _path(identity: dict[str, str], text: str) -> Path:
 
 def _tell(what: str, error: Exception) -> None:
     """Says once per process that verdicts are not kept, and why."""
-    if what in _TOLD:
+    if _TOLD:
         return
     _TOLD.add(what)
     told = f"{type(error).__name__}: {error}"
