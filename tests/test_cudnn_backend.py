@@ -52,6 +52,11 @@ PROBLEMS: dict[str, Problem] = {
     "no key": Problem(layout=chunk(5, 0)),
     "neither": Problem(layout=chunk(0, 0)),
     "no entry": Problem(layout=CausalLayout.batched(0, 3), batch=0),
+    "one row": Problem(layout=CausalLayout.packed([0, 1], [0, 6], q_offset=5)),
+    "rows without keys": Problem(
+        layout=CausalLayout.packed([0, 6, 12], q_offset=[-3, -1], num_q=14), top_k=2, grid=True
+    ),
+    "compressed keys": Problem(layout=CausalLayout.packed([0, 21, 40], ratio=4), top_k=2),
     "negative scale": Problem(layout=PACKED, scale=-0.7),
     "scale 0": Problem(layout=PACKED, scale=0.0),
     "far scores": Problem(layout=PACKED, scale=40.0),
@@ -79,7 +84,21 @@ PROBLEMS: dict[str, Problem] = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_sizes_and_options_at_their_ends(name: str, version: str, arch: str) -> None:
     found = {operator: compared(PROBLEMS[name], operator, version, arch)[1] for operator in OPERATORS}
-    assert found == dict.fromkeys(OPERATORS, [])
+    assert found == {operator: [] for operator in OPERATORS}
+
+
+@EACH
+def test_where_nothing_is_selected_nothing_is_launched(version: str, arch: str) -> None:
+    for name in ("no slot", "no query", "no key", "neither", "no entry"):
+        for operator in ("topk", "attention", "visible") if name != "no slot" else ("attention",):
+            assert compared(PROBLEMS[name], operator, version, arch)[0].calls == [], (name, operator)
+
+
+@EACH
+def test_where_no_row_counts_a_count_of_0_divides_nothing(version: str, arch: str) -> None:
+    for operator in ("selected", "visible"):
+        for call in compared(PROBLEMS["count of none"], operator, version, arch)[0].calls:
+            assert bool(call.given.get("grad_loss", torch.zeros(1)).isfinite().all())
 
 
 @EACH

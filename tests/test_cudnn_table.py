@@ -85,7 +85,7 @@ def test_facts_by_release_and_architecture() -> None:
     assert forward.dtypes_of("ratio") == ()
     assert forward.alignment_of("q_causal_offsets") == 16
     assert forward.alignment_of("q") == 1
-    assert (forward.evidence_of("alignment"), forward.evidence_of("heads")) == ("seam", "read")
+    assert (forward.evidence_of("alignment"), forward.evidence_of("widths")) == ("seam", "read")
     assert not of("1.24.1", "sm90").wrapper("indexer_forward").runs
     assert of("1.32.0").wrapper("sparse_attention").symbol == "sparse_attention"
 

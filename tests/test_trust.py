@@ -59,6 +59,7 @@ WRONG: list[tuple[str, dict[str, Change], Callable[[Backend | str], Any], str]] 
     ("1.44", changed("indexer_top_k", made_up.unwritten_tail("indices", 32, 7)), topk_call, TAIL),
     ("1.44", changed(TWO_BATCH_KERNELS[0], made_up.unwritten_tail("target", 256, math.nan)), loss_of_300, TAIL),
     ("1.44", changed(TWO_BATCH_KERNELS[0], made_up.unwritten_tail("target", 256, 3.0)), loss_of_300, TAIL),
+    ("1.46", changed("indexer_top_k", made_up.without("tie_break", 2)), topk_call, "ties go to the highest key row"),
     ("1.46", changed("indexer_forward", made_up.without("sm_scale", 1.0)), scores_call, "scale dropped"),
     ("1.46", changed("indexer_backward", made_up.without("sm_scale", 1.0)), loss_call, "scale dropped"),
     (

@@ -105,6 +105,10 @@ def _changed(arguments: Arguments, name: str, change: Any) -> Arguments:
     return {**arguments, name: change(arguments[name])}
 
 
+def _is_bf16(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16
+
+
 def _named(wrapper: str, arguments: Arguments) -> Arguments:
     """Arguments of the forward under the names of a dense recomputation."""
     w = arguments.pop("w")
@@ -167,6 +171,7 @@ def _dense(wrapper: str) -> Iterator[Case]:
     yield case("packed, offsets", lambda: _packed(LEFT, RIGHT, q_causal_offsets=int32(4, 1)), since=26)
     yield case("packed, one segment, offsets", lambda: _packed([0, 5], [0, 9], q_causal_offsets=int32(4)), since=26)
     yield case("packed, one row", lambda: _packed([0, 1, 6], [0, 4, 12]))
+    yield case("fp16", lambda: {n: x.half() if _is_bf16(x) else x for n, x in _batched(1, 4, 6).items()})
     yield case("cu_seqlens a slice", lambda: _changed(_packed(LEFT, RIGHT), "cu_seqlens_k", misaligned))
     yield case("cu_seqlens int64", lambda: _changed(_packed(LEFT, RIGHT), "cu_seqlens_k", lambda x: x.long()))
     yield case("one cu_seqlens", lambda: _packed(LEFT, RIGHT, cu_seqlens_q=None))
@@ -238,4 +243,7 @@ def _sparse(wrapper: str) -> Iterator[Case]:
             lambda change=change: {**slots(1, 3, 9), "out": change(torch.full((1, 3, 128), 7.0))},
         )
     yield case("int64 ids", lambda: _changed(slots(1, 3, 9), "topk_indices", lambda x: x.long()))
+    yield case("int64 lengths", lambda: {**slots(1, 3, 9), "topk_length": int32(5, 5, 5)[None].long()})
+    yield case("fp16", lambda: {n: x.half() if _is_bf16(x) else x for n, x in slots(1, 3, 9).items()})
+    yield case("fp32", lambda: {n: x.float() if _is_bf16(x) else x for n, x in slots(1, 3, 9).items()})
     yield case("ids misaligned", lambda: _changed(slots(1, 3, 9), "topk_indices", misaligned))

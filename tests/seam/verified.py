@@ -31,4 +31,4 @@ def verify(frontend: SeamFrontend, only: str) -> int:
     print(
         f"{release} {arch} backend on the cases of verify: {told}; {kernels.total()} launches of {len(kernels)} kernels"
     )
-    return verdicts["fail"]
+    return verdicts["fail"] + (not verdicts["pass"] and not only)
