@@ -31,7 +31,7 @@ from dsattn.backends.cudnn import folding, losses, sparse_calls
 
 PACKED = CausalLayout.packed([0, 3, 12])
 BATCH = CausalLayout.batched(3, 8)
-RELEASES = [("1.25.0", "sm90"), ("1.28.0", "sm100"), ("1.30.0", "sm90"), ("1.32.0", "sm100")]
+RELEASES = [("1.25.0", "sm90"), ("1.30.0", "sm90"), ("1.28.0", "sm100"), ("1.32.0", "sm100")]
 EACH = pytest.mark.parametrize(("version", "arch"), RELEASES, ids=[" ".join(release) for release in RELEASES])
 ROWS = torch.arange(12, device="cpu")
 
@@ -80,8 +80,11 @@ PROBLEMS: dict[str, Problem] = {
 }
 
 
-@EACH
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(
+    ("name", "version", "arch"),
+    # Each problem on two of the four.
+    [(name, *release) for i, name in enumerate(PROBLEMS) for release in RELEASES[i % 2 :: 2]],
+)
 def test_sizes_and_options_at_their_ends(name: str, version: str, arch: str) -> None:
     found = {operator: compared(PROBLEMS[name], operator, version, arch)[1] for operator in OPERATORS}
     assert found == {operator: [] for operator in OPERATORS}

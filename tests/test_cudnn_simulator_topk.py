@@ -93,6 +93,15 @@ def test_minus_infinity_inside_the_length_is_a_candidate(version: str) -> None:
     assert len(seen) > 8
 
 
+@pytest.mark.parametrize(("largest", "spoilt"), [(-65_000.0, False), (-66_000.0, True)])
+def test_scores_below_the_least_of_fp16_are_as_good_as_lanes_past_the_row(largest: float, spoilt: bool) -> None:
+    """Before 1.27; the first pass sees them as -inf, and later ones look at other rows' scores."""
+    values = largest - torch.arange(64.0).repeat(2, 1)
+    for version, found in (("1.26.0", spoilt), ("1.27.0", False)):
+        tables = [top_k(values, ints(40, 41), 8, version, seed)["indices"] for seed in range(4)]
+        assert any(set(row.tolist()) != set(range(8)) for table in tables for row in table) == found
+
+
 def test_gates_of_top_k_by_release() -> None:
     values = torch.zeros(4, 33)
     for version in ("1.25.0", "1.31.0"):

@@ -64,6 +64,14 @@ class Backend(ABC):
         """
         return None
 
+    def rounds(self, problem: Problem) -> str | None:
+        """Why what is left of gradients whose terms nearly cancel is rounding; None if it is not.
+
+        Matrix units take factors of 16 bits: what enters a second product is rounded first. Asked only of problems that
+        the backend takes.
+        """
+        return None
+
     def launches(self, problem: Problem) -> frozenset[Launch]:
         """The kinds of launches that the problem needs, each of which is checked by itself; none where nothing runs.
 

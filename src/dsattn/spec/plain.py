@@ -11,6 +11,7 @@ Query rows are taken in blocks to bound memory; a row's arithmetic does not depe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -79,9 +80,11 @@ def attention(
 ) -> dict[str, Tensor]:
     """The results `out` [t, h, d_v] and `lse` [t, h]; with `d_out` also `d_q`, `d_kv` and, given a sink, `d_sink`.
 
-    `out` has kv's dtype, lse is fp32 (fp64 for fp64 inputs), gradients have the dtype of their input. They are those of
-    a backward that is given `out` as it was returned, rounded to kv's dtype, and takes sum_j prob * d_prob from it as
-    d_out . out: every backward that does not compute the output again loses that much.
+    `out` has kv's dtype, lse is fp32 (fp64 for fp64 inputs), gradients have the dtype of their input. For inputs of
+    16 bits what matrix units lose counts as well, in the second product of each direction: probabilities and gradients
+    of logits enter their products rounded to that dtype, and the backward takes sum_j prob * d_prob as d_out . out from
+    `out` as it was returned. What the latter loses is one number per row and head, which may be small by chance; it is
+    taken for two standard deviations.
 
     Args:
         q: queries.
@@ -103,15 +106,17 @@ def attention(
         leaf_q = _leaf(q.index_select(0, rows), dtype)
         with torch.set_grad_enabled(d_out is not None):
             key, logit = _logits(leaf_q, leaf_kv, ids, mask, softmax_scale)
+            logit = _RoundedGradient.apply(logit, kv.dtype)
             with_sink = logit if leaf_sink is None else torch.cat([logit, _column(leaf_sink, logit)], -1)
             prob = torch.softmax(with_sink, -1)[..., : logit.shape[-1]]
-            out = prob @ key[..., :value_dim]
+            out = _Rounded.apply(prob, kv.dtype) @ key[..., :value_dim]
             row_lse = with_sink.logsumexp(-1)
         result["out"][rows] = out.detach().to(kv.dtype)
         result["lse"][rows] = logit.detach().logsumexp(-1)
         if d_out is not None and d_q is not None:
             d_block = d_out.index_select(0, rows).to(dtype)
-            _backward_from_rounded(out, row_lse, d_block, kv.dtype)
+            lost = _lost(out.detach(), prob.detach(), key.detach()[..., :value_dim], d_block, kv.dtype)
+            _backward_of(out, row_lse, d_block, lost)
             d_q[rows] = _gradient(leaf_q, q.dtype)
     if d_q is not None:
         result |= {"d_q": d_q, "d_kv": _gradient(leaf_kv, kv.dtype)}
@@ -120,16 +125,49 @@ def attention(
     return result
 
 
-def _backward_from_rounded(out: Tensor, lse: Tensor, d_out: Tensor, dtype: torch.dtype) -> None:
-    """The backward of a block in which d_out . out is that of the output rounded to `dtype`.
+class _Rounded(torch.autograd.Function):
+    """x rounded to a dtype and back; its gradient passes."""
 
-    A difference e of that product changes the gradient of logit j by -e * prob_j, which is the gradient of
-    -e * log-sum-exp.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:  # pyrefly: ignore[bad-override]
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        return d_x, None
+
+
+class _RoundedGradient(torch.autograd.Function):
+    """x, whose gradient is rounded to a dtype and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:  # pyrefly: ignore[bad-override]
+        ctx.dtype = dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
+        return d_x.to(ctx.dtype).to(d_x.dtype), None
+
+
+def _lost(out: Tensor, prob: Tensor, value: Tensor, d_out: Tensor, dtype: torch.dtype) -> Tensor:
+    """What d_out . out loses [r, h] when `out` and the probabilities behind it are rounded to `dtype`."""
+    if dtype.itemsize >= out.dtype.itemsize:
+        return torch.zeros(out.shape[:2], dtype=out.dtype, device=out.device)
+    sample = (d_out * (out.to(dtype).to(out.dtype) - prob @ value)).sum(-1)
+    # A rounding error is spread evenly over half a unit in the last place to both sides.
+    squares = (d_out * out).square().sum(-1) + (prob * (d_out @ value.mT)).square().sum(-1)
+    deviation = torch.finfo(dtype).eps / 2 * (squares / 3).sqrt()
+    return torch.where(sample < 0, -2 * deviation, 2 * deviation)
+
+
+def _backward_of(out: Tensor, lse: Tensor, d_out: Tensor, lost: Tensor) -> None:
+    """The backward of a block in which sum_j prob * d_prob is off by `lost`.
+
+    That changes the gradient of logit j by -lost * prob_j, which is the gradient of -lost * log-sum-exp.
     """
-    lost = (d_out * (out.detach().to(dtype).to(out.dtype) - out.detach())).sum(-1)
     # A product that is not finite has spoiled the gradient already.
-    lost = torch.where(lost.isfinite(), lost, 0.0)
-    torch.autograd.backward([out, lse], [d_out, -lost])
+    torch.autograd.backward([out, lse], [d_out, -torch.where(lost.isfinite(), lost, 0.0)])
 
 
 def indexer_loss(
@@ -151,7 +189,8 @@ def indexer_loss(
 ) -> dict[str, Tensor]:
     """The results `loss` [] and its gradients `d_index_q`, `d_index_k`, `d_weights`.
 
-    The loss is fp32 (fp64 for fp64 inputs), gradients have the dtype of their input.
+    The loss is fp32 (fp64 for fp64 inputs), gradients have the dtype of their input. For inputs of 16 bits the
+    gradients of dots enter their products rounded to that dtype, as in matrix units.
 
     Args:
         index_q: indexer queries.
@@ -188,6 +227,7 @@ def indexer_loss(
         leaf_q, leaf_w = (_leaf(x.index_select(0, rows), dtype) for x in (index_q, weights))
         with torch.enable_grad():
             _, dots = _logits(leaf_q, leaf_k, ids, mask, 1.0, fill=0.0)
+            dots = _RoundedGradient.apply(dots, index_q.dtype)
             score = scale * ((torch.relu(dots) if relu else dots) * leaf_w[..., None]).sum(1)
             log_student = torch.log_softmax(score.masked_fill(~mask, -torch.inf), -1)
             kl = torch.xlogy(target, target) - target * log_student.masked_fill(target == 0, 0.0)

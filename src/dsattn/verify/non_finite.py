@@ -1,4 +1,4 @@
-"""Which checks with a number that is not finite a backend cannot be held to, by its own word."""
+"""Which checks a backend cannot be held to, by its own word: numbers that are not finite, terms that nearly cancel."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _TAKES: dict[Operator, tuple[Input, ...]] = {
 
 
 def refuse_swallowed(check: str, reference: Reference, backend: str | Backend, device: torch.device) -> None:
-    """Refuses a check of a case with a bad number where the backend says that such numbers do not come out.
+    """Refuses a check of a case whose point the backend says that it loses: a bad number, or the last bits of weights.
 
-    The backend is asked for every operator of the check that is given the bad input, forward and backward.
+    The backend is asked for every operator of the check that the case is hard for, forward and backward.
 
     Args:
         check: a name of `CHECKS`.
@@ -51,14 +51,14 @@ def refuse_swallowed(check: str, reference: Reference, backend: str | Backend, d
         UnsupportedProblem: the backend says so, with its reason alone, or does not take an operator.
         BackendMissing: the named backend is absent here.
     """
-    bad = reference.case.bad
-    if bad is None:
-        return
+    bad, opposed = reference.case.bad, reference.case.weights == "opposed"
     for operator, support in OPERATORS_OF[check]:
-        if bad.name not in _TAKES[operator]:
+        hard = operator == "indexer_loss" if bad is None else bad.name in _TAKES[operator]
+        if not hard or (bad is None and not opposed):
             continue
         for problem in _problem(operator, support, reference, device).directions():
-            reason = choose(problem, name_of(backend), ordered()).non_finite(problem)
+            chosen = choose(problem, name_of(backend), ordered())
+            reason = chosen.rounds(problem) if bad is None else chosen.non_finite(problem)
             if reason is not None:
                 raise UnsupportedProblem(reason)
 

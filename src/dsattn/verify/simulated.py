@@ -79,6 +79,10 @@ class Chain(Backend):
         backend = self._torch if self._inner.supports(problem) is not None else self._inner
         return backend.non_finite(problem)
 
+    def rounds(self, problem: Problem) -> str | None:
+        """The inner backend's answer, where it runs the direction."""
+        return None if self._inner.supports(problem) is not None else self._inner.rounds(problem)
+
     def _takes_the_other(self, problem: Problem) -> bool:
         """Whether the inner backend takes the other direction of the call, and there is one."""
         if problem.operator not in WITH_BACKWARD or not (problem.backward or problem.requires_grad):

@@ -43,8 +43,8 @@ def parts(suite: Suite, *, simulated: bool = False) -> list[Part]:
 
     "quick": every named case. "real-text": the standard library's text, small. "full": every named case also in fp64,
     and the text at full size. Simulated releases get bf16, the dtype of their kernels, and "full" the small text: a
-    stand-in on the CPU shows what a kernel means, not how large it can get. "frontend-defaults" and "megatron" make calls
-    of their own, which are no parts.
+    stand-in on the CPU shows what a kernel means, not how large it can get. "frontend-defaults" and "megatron" make
+    calls of their own, which are no parts.
     """
     if suite in OWN_TABLES:
         return []

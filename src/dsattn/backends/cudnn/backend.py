@@ -48,7 +48,14 @@ class CudnnBackend(Backend):
 
     @classmethod
     def simulated(
-        cls, version: str, arch: str, seed: int = 0, *, races: bool = True, steps: Steps | None = None
+        cls,
+        version: str,
+        arch: str,
+        seed: int = 0,
+        *,
+        races: bool = True,
+        rounds: bool = False,
+        steps: Steps | None = None,
     ) -> CudnnBackend:
         """The backend over a CPU stand-in for a release; see `SimulatedFrontend`.
 
@@ -57,11 +64,12 @@ class CudnnBackend(Backend):
             arch: "sm90" or "sm100".
             seed: of all that the release leaves open.
             races: whether its race conditions strike.
+            rounds: whether it rounds as matrix units do.
             steps: see the class.
         """
         from dsattn.backends.cudnn.simulator import SimulatedFrontend
 
-        frontend = SimulatedFrontend(version, arch, seed, races=races)
+        frontend = SimulatedFrontend(version, arch, seed, races=races, rounds=rounds)
         return cls(Namespace(frontend, frontend.contract.version, arch), steps)
 
     def missing(self) -> str | None:
@@ -108,6 +116,12 @@ class CudnnBackend(Backend):
     def identity(self, device: torch.device) -> dict[str, str] | None:
         """See `Backend.identity`: the versions of the frontend and its DSL, and a digest of the DSA's sources."""
         return None if self._given is not None else installed_identity()
+
+    def rounds(self, problem: Problem) -> str | None:
+        """The real kernels do; a stand-in does not."""
+        if self._given is not None:
+            return None
+        return "the kernels round the gradient of every dot to bfloat16 before they multiply by keys and queries"
 
     def indexer_scores(self, x: IndexerInputs, layout: CausalLayout) -> Tensor:
         """See `Backend.indexer_scores`; the release's own mask is not trusted."""

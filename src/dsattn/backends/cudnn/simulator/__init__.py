@@ -63,15 +63,17 @@ class SimulatedFrontend:
         arch: "sm90" (Hopper) or "sm100" (Blackwell).
         seed: of all that the release leaves open.
         races: whether the release's race conditions strike, at every call that can meet them, or never.
+        rounds: whether what was computed enters a further product rounded to 16 bits, as matrix units take it. Without,
+            the numbers tell apart what the release means and what it rounds.
 
     Raises:
         BackendMissing: the release has no DSA.
         BadInput: `version` cannot be read, or no such architecture.
     """
 
-    def __init__(self, version: str, arch: str, seed: int = 0, *, races: bool = True) -> None:
+    def __init__(self, version: str, arch: str, seed: int = 0, *, races: bool = True, rounds: bool = False) -> None:
         self.contract: Contract = contract(_parsed(version), arch)
-        self._state = Simulated(self.contract, seed, races=races)
+        self._state = Simulated(self.contract, seed, races=races, rounds=rounds)
         self._wrappers = {wrapper.symbol: _callable(self._state, wrapper) for wrapper in self.contract.wrappers}
 
     def __getattr__(self, name: str) -> Callable[..., Any]:

@@ -63,6 +63,7 @@ def sparse_attention_backward(sim: Simulated, a: Arguments) -> dict[str, Any]:
         if not sim.has("sm90-attn-bwd-tail"):
             p = torch.where(chosen.counts[at][:, None], p, 0.0)
         d_logits = p * (d_out[at] @ keys[..., :VALUE_WIDTH].mT - dots[at][..., None])
+        p, d_logits = sim.factor(p, a.q.dtype), sim.factor(d_logits, a.q.dtype)
         d_q[at] = scale * (d_logits @ keys)
         d_keys = scale * (d_logits.mT @ q[at])
         d_keys[..., :VALUE_WIDTH] += p.mT @ d_out[at]
@@ -174,6 +175,7 @@ def sparse_attention_forward(sim: Simulated, a: Arguments) -> dict[str, Any]:
         lse_indexer[at] = logits[..., : a.indexer_topk].logsumexp(-1)
         p = torch.exp(logits - torch.logaddexp(lse[at], sink)[..., None])
         p = torch.where(counts[at][:, None], p, 0.0)
+        p = sim.factor(p, a.q.dtype)
         out[at] = p[..., order] @ gathered[:, order, :VALUE_WIDTH]
     empty = torch.tensor(torch.inf, device="cpu")
     return {

@@ -35,7 +35,7 @@ def indexer_scores(sim: Simulated, q: Tensor, k: Tensor, w: Tensor, scale: float
     """
     heads = sim.order(q.shape[1])
     q, k, w = q[:, heads].float(), k.float(), w[:, heads].float()
-    scores = torch.empty(q.shape[0], k.shape[-2], device="cpu")
+    scores = torch.empty(q.shape[0], k.shape[-2], dtype=torch.float32, device="cpu")
     for rows in blocks(q.shape[0], q.shape[1] * k.shape[-2]):
         products = relu(q[rows] @ (k if k.ndim == 2 else k[rows]).mT)
         scores[rows] = torch.bmm(w[rows, None], products)[:, 0] * scale
@@ -48,7 +48,7 @@ def attention_mass(sim: Simulated, q: Tensor, k: Tensor, lse: Tensor, scale: flo
     """Probabilities exp(scale q_h . k - lse_h) summed over the heads, fp32 [rows, keys]; shapes as `indexer_scores`."""
     heads = sim.order(q.shape[1])
     q, k, lse = q[:, heads].float(), k.float(), lse[:, heads].float()
-    mass = torch.empty(q.shape[0], k.shape[-2], device="cpu")
+    mass = torch.empty(q.shape[0], k.shape[-2], dtype=torch.float32, device="cpu")
     for rows in blocks(q.shape[0], q.shape[1] * k.shape[-2]):
         products = q[rows] @ (k if k.ndim == 2 else k[rows]).mT
         mass[rows] = torch.exp(scale * products - lse[rows, :, None]).sum(1)
@@ -106,6 +106,7 @@ def indexer_gradients(
         scaled = scale * (q[rows] @ keys.mT)
         d_w[rows] = torch.einsum("rhs,rs->rh", relu(scaled), d_scores[rows])
         d_products = torch.where(scaled > 0, scale * w[rows, :, None] * d_scores[rows, None], 0.0)
+        d_products = sim.factor(d_products)
         d_q[rows] = d_products @ keys
         if ids is None:
             order = order_of(rows.stop - rows.start)

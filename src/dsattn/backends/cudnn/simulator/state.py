@@ -61,10 +61,11 @@ class Simulated:
         contract: what the release does.
         seed: the seed of everything that the contract leaves open.
         races: whether the release's race conditions strike, at every call that can meet them, or never.
+        rounds: whether factors of second products are rounded to 16 bits.
     """
 
-    def __init__(self, contract: Contract, seed: int, *, races: bool) -> None:
-        self.contract, self.seed, self.races = contract, seed, races
+    def __init__(self, contract: Contract, seed: int, *, races: bool, rounds: bool) -> None:
+        self.contract, self.seed, self.races, self.rounds = contract, seed, races, rounds
         self.random = torch.Generator(device="cpu").manual_seed(seed)
         self.compiled: set[tuple[Any, ...]] = set()
 
@@ -92,6 +93,10 @@ class Simulated:
         )
         require(not breaks or (wrapper.name, *key) in self.compiled, RuntimeError, "Expected strides[leading_dim] == 1")
         self.compiled.add((wrapper.name, *key))
+
+    def factor(self, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """What was computed, as it enters a further product on matrix units."""
+        return x.to(dtype).float() if self.rounds else x
 
     def coin(self, question: str) -> bool:
         """An answer that stays the same for this seed, to a question that the contract leaves open."""
