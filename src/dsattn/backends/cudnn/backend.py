@@ -141,11 +141,13 @@ class CudnnBackend(Backend):
         start, end = layout._shared_bounds(device)
         with self._on(device) as calls:
             for fold, scores in _score_tables(calls, x, layout):
-                chosen = _chosen(calls, fold, scores, top_k)
-                for piece, rows, _ in fold.parts():
-                    at, columns = slice(piece.q_begin, piece.q_end), slice(0, piece.k_end - piece.k_begin)
-                    own = None if kept is None else kept[at]
-                    compact(chosen[rows, columns], piece.k_begin, scores[rows, columns], ids[at], own)
+                columns = _selected(calls, fold, scores, top_k)
+                unused = columns < 0
+                first = fold.first_keys(device)[:, None]
+                fold.place_queries((columns + first).masked_fill(unused, -1), ids)
+                if kept is not None:
+                    values = scores.gather(1, columns.clamp(min=0).long()).masked_fill(unused, -torch.inf)
+                    fold.place_queries(values, kept)
         return TopK._trusted(ids, (end - start).clamp(max=top_k), kept, num_q=layout.num_q, num_k=layout.num_k)
 
     def sparse_attention(self, a: AttentionInputs, topk: TopK) -> tuple[Tensor, Tensor]:
@@ -226,22 +228,29 @@ def _score_tables(calls: Calls, x: IndexerInputs, layout: CausalLayout) -> Itera
         yield fold, calls.steps.masked("indexer_forward", calls.steps.ranked(table), seen, -torch.inf)
 
 
-def _chosen(calls: Calls, fold: Fold, scores: Tensor, top_k: int) -> Tensor:
-    """Which columns each folded row selects, bool [T, max_keys]."""
+def _selected(calls: Calls, fold: Fold, scores: Tensor, top_k: int) -> Tensor:
+    """The columns that each folded row selects, int32 [T, top_k], ascending, -1 in unused slots at the end."""
     seen, lengths = fold.seen(scores.device), fold.lengths(scores.device)
-    counts = lengths.clamp(max=top_k)
     if fold.max_keys <= top_k:
-        return seen
+        slots = torch.arange(top_k, dtype=torch.int32, device=scores.device)
+        return torch.where(slots < lengths[:, None], slots, -1)
+    counts = lengths.clamp(max=top_k)
     if calls.has("top-k-lanes-past-row"):
         # The kernel selects columns outside of a row whose scores lie below the least of fp16.
-        return choose(scores, seen, counts, top_k)
+        return _columns(choose(scores, seen, counts, top_k), scores, top_k)
     columns, values, ties = calls.top_k(scores, lengths.clamp(min=1), top_k)
     used = (columns >= 0) & (columns < lengths[:, None])
-    if ties:
-        slots = torch.where(used, columns, scores.shape[1]).long()
-        chosen = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
-        return chosen.scatter_(1, slots, True)[:, :-1]
-    return calls.steps.repaired(scores, seen, columns, values, used, counts)
+    if not ties:
+        return _columns(calls.steps.repaired(scores, seen, columns, values, used, counts), scores, top_k)
+    last = torch.where(used, columns, fold.max_keys).sort(1).values
+    return last.masked_fill_(last == fold.max_keys, -1)
+
+
+def _columns(chosen: Tensor, scores: Tensor, top_k: int) -> Tensor:
+    """The columns of a mask [T, n], int32 [T, top_k]."""
+    columns = torch.full((len(chosen), top_k), -1, dtype=torch.int32, device=chosen.device)
+    compact(chosen, 0, scores, columns, None)
+    return columns
 
 
 def _with_sink(lse: Tensor, sink: Tensor) -> Tensor:

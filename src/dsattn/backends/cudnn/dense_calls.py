@@ -6,7 +6,6 @@ takes it. Inputs are folded tensors (see `folding`): rows [T, ...] and keys [S, 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from dsattn.backends.cudnn.caller import Caller
 from dsattn.backends.cudnn.contracts import Wrapper
-from dsattn.backends.cudnn.folding import Fold
+from dsattn.backends.cudnn.folding import Fold, int32
 from dsattn.backends.cudnn.sizes import (
     INDEX_WIDTH,
     KEY_WIDTHS,
@@ -203,8 +202,8 @@ class DenseCalls(Caller):
         arguments["max_seqlen_k"] = None
         if not batched:
             arguments = {
-                "cu_seqlens_q": _int32(tuple(fold.q_starts), device),
-                "cu_seqlens_k": _int32(tuple(fold.k_starts), device),
+                "cu_seqlens_q": int32(tuple(fold.q_starts), device),
+                "cu_seqlens_k": int32(tuple(fold.k_starts), device),
                 "max_seqlen_q": fold.max_rows,
                 "max_seqlen_k": fold.max_keys,
             }
@@ -263,9 +262,3 @@ def width_of(width: int) -> int:
 def _shaped(x: Tensor, batch: int | None) -> Tensor:
     """Folded rows as [batch, rows, ...]."""
     return x.unflatten(0, (batch or 1, -1))
-
-
-@lru_cache(maxsize=64)
-def _int32(values: tuple[int, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=torch.int32, device=device)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,15 +110,29 @@ class Fold:
 
     def queries(self, x: Tensor, fill: float = 0.0) -> Tensor:
         """The folded rows of a per-row tensor x [t, ...]; `fill` in padding."""
-        return _gathered(x, [(p.q_begin, p.q_end, p.rows) for p in self.pieces], fill)
+        return _gathered(x, self, "queries", fill)
 
     def keys(self, x: Tensor) -> Tensor:
         """The folded keys of a per-key tensor x [s, ...]; 0 in padding."""
-        return _gathered(x, [(p.k_begin, p.k_end, p.keys) for p in self.pieces], 0.0)
+        return _gathered(x, self, "keys", 0.0)
 
     def lengths(self, device: torch.device) -> Tensor:
         """How many of its piece's keys each folded row sees, int32 [T]; 0 in padding."""
         return _lengths(self, device)
+
+    def first_keys(self, device: torch.device) -> Tensor:
+        """The key row of the call that is column 0 of each folded row, int32 [T]."""
+        return _places(self, "queries", device).first_key
+
+    def place_queries(self, folded: Tensor, whole: Tensor) -> None:
+        """Writes folded rows to the rows of a per-row tensor [t, ...] of the call."""
+        places = _places(self, "queries", folded.device)
+        whole.index_copy_(0, places.own, folded.index_select(0, places.folded))
+
+    def add_keys(self, folded: Tensor, whole: Tensor) -> None:
+        """Adds folded keys to the rows of a per-key tensor [s, ...] of the call; keys may be there more than once."""
+        places = _places(self, "keys", folded.device)
+        whole.index_add_(0, places.own, folded.index_select(0, places.folded))
 
     def seen(self, device: torch.device) -> Tensor:
         """Which columns of a table of scores each folded row sees, bool [T, max_keys]."""
@@ -220,18 +236,61 @@ def _starts(sizes: list[int]) -> list[int]:
     return starts
 
 
-def _gathered(x: Tensor, ranges: list[tuple[int, int, int]], fill: float) -> Tensor:
-    """Row ranges of x one after the other, each padded at its end to its own length."""
+Side = Literal["queries", "keys"]
+
+
+class _Places(NamedTuple):
+    """Where folded rows are in the call: numbers of the real ones there and here, int64, and the key that is column 0.
+
+    `source` is the row of the call that each folded row is, 0 in padding; `padding` says where that is, or is None.
+    """
+
+    own: Tensor
+    folded: Tensor
+    source: Tensor
+    padding: Tensor | None
+    first_key: Tensor
+
+
+def _ranges(fold: Fold, side: Side) -> list[tuple[int, int, int]]:
+    """Begin, end and padded size of each piece."""
+    if side == "queries":
+        return [(p.q_begin, p.q_end, p.rows) for p in fold.pieces]
+    return [(p.k_begin, p.k_end, p.keys) for p in fold.pieces]
+
+
+@lru_cache(maxsize=256)
+def _places(fold: Fold, side: Side, device: torch.device) -> _Places:
+    with torch.inference_mode(False):
+        begin, end, size = (torch.tensor(column, device="cpu") for column in zip(*_ranges(fold, side), strict=True))
+        piece = torch.repeat_interleave(torch.arange(len(size), device="cpu"), size)
+        inside = torch.arange(len(piece), device="cpu") - (size.cumsum(0) - size)[piece]
+        real = inside < (end - begin)[piece]
+        source = torch.where(real, begin[piece] + inside, 0)
+        first = torch.tensor([p.k_begin for p in fold.pieces], dtype=torch.int32, device="cpu")[piece]
+        folded = real.nonzero()[:, 0]
+        padding = None if real.all() else (~real).to(device)
+        return _Places(source[folded].to(device), folded.to(device), source.to(device), padding, first.to(device))
+
+
+def _gathered(x: Tensor, fold: Fold, side: Side, fill: float) -> Tensor:
+    """The folded rows of x, each piece padded at its end to its own length; a view where nothing has to move."""
+    ranges = _ranges(fold, side)
     whole = all(end - begin == size for begin, end, size in ranges)
-    joined = all(ranges[i][1] == ranges[i + 1][0] for i in range(len(ranges) - 1))
-    if whole and joined:
+    if whole and all(a[1] == b[0] for a, b in pairwise(ranges)):
         return x[ranges[0][0] : ranges[-1][1]]
-    gathered = x.new_full((sum(size for _, _, size in ranges), *x.shape[1:]), fill)
-    at = 0
-    for begin, end, size in ranges:
-        gathered[at : at + end - begin] = x[begin:end]
-        at += size
+    places = _places(fold, side, x.device)
+    gathered = x.index_select(0, places.source)
+    if places.padding is not None:
+        gathered.masked_fill_(places.padding.view(-1, *(1,) * (x.ndim - 1)), fill)
     return gathered
+
+
+@lru_cache(maxsize=256)
+def int32(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """A tensor that is made once: a copy to an accelerator may not be part of a captured graph."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=64)

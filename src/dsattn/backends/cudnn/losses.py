@@ -159,8 +159,7 @@ class _Visible:
         scores = scores - scores.amax(1, keepdim=True).masked_fill(~seen.any(1, keepdim=True), 0.0)
         lse = scores.logsumexp(1)
         kl = row_kl(teacher, scores, lse, seen)
-        for piece, rows, _ in fold.parts():
-            self.kl[piece.q_begin : piece.q_end] = kl[rows]
+        fold.place_queries(kl, self.kl)
         if not self.with_gradients:
             return
         kept = fold.queries(self.counted.to(torch.float32)) > 0
@@ -177,13 +176,13 @@ class _Visible:
                 for part in self.calls.steps.weight_parts("dense_indexer_backward", weights, 2)
             ]
         )
-        for piece, rows, keys in fold.parts():
+        fold.place_queries(d_q.float(), self.d_index_q)
+        fold.add_keys(d_k, self.d_index_k)
+        if x.weights.dtype != torch.float32:
+            fold.place_queries(d_w.float(), self.d_weights)
+            return
+        for piece, rows, _ in fold.parts():
             at = slice(piece.q_begin, piece.q_end)
-            self.d_index_q[at] = d_q[rows].float()
-            self.d_index_k[piece.k_begin : piece.k_end] += d_k[keys]
-            if x.weights.dtype != torch.float32:
-                self.d_weights[at] = d_w[rows].float()
-                continue
             columns = slice(0, piece.k_end - piece.k_begin)
             student = torch.exp(scores[rows, columns] - lse[rows, None])
             self.d_weights[at] = self._exact_d_weights(

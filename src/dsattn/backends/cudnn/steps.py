@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsattn.backends.cudnn.folding import Fold
+from dsattn.backends.cudnn.folding import Fold, int32
 from dsattn.backends.cudnn.sizes import slots_for
 from dsattn.layouts import CausalLayout
 from dsattn.ops.inputs import IndexerInputs
@@ -47,7 +47,7 @@ class Steps:
 
     def offsets(self, name: str, fold: Fold, device: torch.device) -> Tensor | None:
         """The causal offset of every piece, int32, in memory of its own (a slice may be misaligned)."""
-        return torch.tensor(fold.offsets, dtype=torch.int32, device=device)
+        return int32(tuple(fold.offsets), device)
 
     def id_space(self, name: str) -> dict[str, bool]:
         """The argument that says what ids are: rows of the flat key buffer."""
