@@ -127,12 +127,12 @@ class Fold:
     def place_queries(self, folded: Tensor, whole: Tensor) -> None:
         """Writes folded rows to the rows of a per-row tensor [t, ...] of the call."""
         places = _places(self, "queries", folded.device)
-        whole.index_copy_(0, places.own, folded.index_select(0, places.folded))
+        whole.index_copy_(0, places.own, folded.index_select(0, places.folded).to(whole.dtype))
 
     def add_keys(self, folded: Tensor, whole: Tensor) -> None:
         """Adds folded keys to the rows of a per-key tensor [s, ...] of the call; keys may be there more than once."""
         places = _places(self, "keys", folded.device)
-        whole.index_add_(0, places.own, folded.index_select(0, places.folded))
+        whole.index_add_(0, places.own, folded.index_select(0, places.folded).to(whole.dtype))
 
     def seen(self, device: torch.device) -> Tensor:
         """Which columns of a table of scores each folded row sees, bool [T, max_keys]."""

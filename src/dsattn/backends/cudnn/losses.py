@@ -176,10 +176,10 @@ class _Visible:
                 for part in self.calls.steps.weight_parts("dense_indexer_backward", weights, 2)
             ]
         )
-        fold.place_queries(d_q.float(), self.d_index_q)
+        fold.place_queries(d_q, self.d_index_q)
         fold.add_keys(d_k, self.d_index_k)
         if x.weights.dtype != torch.float32:
-            fold.place_queries(d_w.float(), self.d_weights)
+            fold.place_queries(d_w, self.d_weights)
             return
         for piece, rows, _ in fold.parts():
             at = slice(piece.q_begin, piece.q_end)
