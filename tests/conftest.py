@@ -45,6 +45,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _no_stated_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Test runners tell their workers a terminal width, which reports would follow.
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def no_shape_checks() -> Iterator[None]:
     """Leaves wrong shapes to the code under test, for tests of what it says about bad input."""

@@ -20,12 +20,6 @@ from dsattn.spec.problem import OPERATORS, WITH_BACKWARD
 QUICK = ["verify", "--case", "one-row", "--device", "cpu"]
 
 
-@pytest.fixture(autouse=True)
-def _no_stated_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Test runners tell their workers a terminal width, which the report would follow.
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
 def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     code = main(arguments)
     out, err = capsys.readouterr()

@@ -190,11 +190,6 @@ positional = 1
 """
 
 
-@pytest.fixture(autouse=True)
-def _no_stated_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder `index` that serves kernels 1.0 and 2.0, and a `cache` that has read them."""

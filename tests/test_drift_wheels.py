@@ -45,7 +45,6 @@ def drifted(
 ) -> Drifted:
     """Runs `dsattn drift`: exit code, JSON and what it printed."""
     monkeypatch.setenv("DSATTN_CACHE_DIR", str(cache))
-    monkeypatch.delenv("COLUMNS", raising=False)
 
     def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
         place = tmp_path / "drift.json"

@@ -200,7 +200,7 @@ def test_no_public_callable_is_forgotten() -> None:
     data = {"CausalLayout", "Segment", "DSAOutput", "TopK"}
     errors = {name for name in dsattn.__all__ if name.endswith(("Input", "Error", "Problem", "Missing", "Drift"))}
     operators = {name for name in dsattn.__all__ if name.startswith(("indexer_", "dense_", "sparse_", "dsa_"))}
-    elsewhere = {"backends", "capture", "explain"}
+    elsewhere = {"audit", "backends", "capture", "explain", "prepare"}
     assert set(dsattn.__all__) - data - errors - operators - elsewhere == {
         name for name in PUBLIC if "_" in name and "." not in name
     }

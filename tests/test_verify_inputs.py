@@ -27,12 +27,6 @@ MANY = CausalLayout.packed([0, 90, 91, 91, 570], num_q=600, num_k=570)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _no_stated_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Test runners tell their workers a terminal width, which the report would follow.
-    monkeypatch.delenv("COLUMNS", raising=False)
-
-
 @pytest.fixture
 def wrong_dense(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The torch backend with its dense attention twice as large; `undo` puts it right."""
