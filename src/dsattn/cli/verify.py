@@ -15,14 +15,16 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dsattn.backends.cudnn.contracts_table import ARCHS
+from dsattn.backends.cudnn.namespace import Absence, open_installed
 from dsattn.errors import BadInput
-from dsattn.verify import captured, own_suites, self_test_report, simulated, suites
+from dsattn.verify import captured, own_suites, recordings, self_test_report, simulated, suites
 from dsattn.verify import self_test as tests
 from dsattn.verify.environment import environment
 from dsattn.verify.pool import Request, WorkerDied, processes_for, run_in_processes
+from dsattn.verify.recordings.show import show as show_replay
 from dsattn.verify.records import Record, Report, write
 from dsattn.verify.report import console, show
-from dsattn.verify.run import operators_of, run
+from dsattn.verify.run import CUDNN, operators_of, run
 from dsattn.verify.suites import SUITES, Suite
 
 Advance = own_suites.Advance
@@ -84,7 +86,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "Blackwell; repeat it for both (default: both; of those suites alone sm100)",
         **several,
     )
+    _add_recordings(parser)
     _add_outputs(parser)
+
+
+def _add_recordings(parser: argparse.ArgumentParser) -> None:
+    """Declares what is recorded on a GPU, and held against a stand-in anywhere."""
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="run the suite quick in bf16 on the installed cuDNN frontend, and write to this file digests of what its "
+        "wrappers were given and returned; takes --case, --device and --verbose, and no other option",
+    )
+    parser.add_argument(
+        "--replay",
+        type=Path,
+        metavar="FILE",
+        help="repeat the calls of a recording on a stand-in for its release, without a GPU, and compare each; takes "
+        "--verbose, and no other option",
+    )
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -116,6 +137,8 @@ def main(
     dtype: str | None,
     cudnn_version: Sequence[str],
     arch: Sequence[str],
+    record: Path | None,
+    replay: Path | None,
     self_test: bool,
     verbose: bool,
     dump: Path | None,
@@ -123,11 +146,11 @@ def main(
     html: Path | None,
 ) -> int:
     """Runs `dsattn verify`; its exit code."""
-    if self_test:
-        others = {"suite": suite, "case": case, "list": list, "backend": backend, "dtype": dtype, "html": html}
-        others |= {"inputs": inputs, "dump": dump, "cudnn-version": cudnn_version, "arch": arch}
-        _refuse("--self-test", others, "only --device, --verbose and --json")
-        return _self_test(device, verbose=verbose, json=json)
+    if self_test or record or replay:
+        others = {"suite": suite, "list": list, "backend": backend, "dtype": dtype, "html": html, "inputs": inputs}
+        others |= {"dump": dump, "cudnn-version": cudnn_version, "arch": arch, "case": case, "device": device}
+        others |= {"json": json, "self-test": self_test, "record": record, "replay": replay}
+        return _alone({name: value for name, value in others.items() if value}, verbose=verbose)
     chosen: tuple[Suite, ...] = tuple(dict.fromkeys(suite or ([] if inputs else ["quick"])))
     given = {"case": case, "dtype": dtype, "inputs": inputs, "backend": backend, "device": device, "dump": dump}
     own = [name for name in chosen if name in own_suites.SUITES]
@@ -164,6 +187,25 @@ def main(
     return 0 if report.holds else 1
 
 
+def _alone(options: dict[str, Any], *, verbose: bool) -> int:
+    """Runs what takes few options beside it, of those that were given; its exit code.
+
+    Raises:
+        BadInput: another option was given.
+    """
+    if "self-test" in options:
+        others = {name: value for name, value in options.items() if name not in ("self-test", "device", "json")}
+        _refuse("--self-test", others, "only --device, --verbose and --json")
+        return _self_test(options.get("device"), verbose=verbose, json=options.get("json"))
+    if "replay" in options:
+        file = options.pop("replay")
+        _refuse("--replay", options, "only --verbose")
+        return _replay(file, verbose=verbose)
+    others = {name: value for name, value in options.items() if name not in ("record", "case", "device")}
+    _refuse("--record", others, "only --case, --device and --verbose")
+    return _record(options["record"], options.get("case", ()), options.get("device"), verbose=verbose)
+
+
 def _refuse(option: str, others: dict[str, Any], needed: str) -> None:
     """That an option has none of the others beside it.
 
@@ -183,6 +225,43 @@ def _self_test(device: str | None, *, verbose: bool, json: Path | None) -> int:
     self_test_report.show(result, console(), verbose=verbose)
     if json is not None:
         write(json, result.as_json())
+    return 0 if result.holds else 1
+
+
+def _record(file: Path, cases: Sequence[str], device: str | None, *, verbose: bool) -> int:
+    _check_files(file, None)
+    found = open_installed(None if device is None else _device(device))
+    if isinstance(found, Absence):
+        raise found.error()
+    options: dict[str, Any] = {
+        "cases": cases,
+        "backends": [CUDNN],
+        "device": _device(device or "cuda"),
+        "dtype": "bf16",
+    }
+    tasks, _ = suites.plan(("quick",), **options)
+    records: list[Record] = []
+    with _progress() as advance:
+        for made, record in recordings.record(tasks, found, options["device"]):
+            records.append(record)
+            # Kernels compile slowly, and a fault of one may end the process: what there is, is kept case by case.
+            if len(records) == len(tasks) or tasks[len(records)].subject.case.name != record.case:
+                recordings.write(file, made)
+            advance(record.case, len(records), len(tasks))
+    report = Report(environment=environment(), records=records)
+    show(report, console(), verbose=verbose)
+    return 0 if report.holds else 1
+
+
+def _replay(file: Path, *, verbose: bool) -> int:
+    recording, result = recordings.read(file), None
+    with _progress() as advance:
+        for done, so_far in enumerate(recordings.replay(recording, file), 1):
+            result = so_far
+            advance(recording.checks[done - 1].case, done, len(recording.checks))
+    if result is None:
+        raise BadInput(str(file), given="a recording without a check", needed="one that has some")
+    show_replay(result, console(), verbose=verbose)
     return 0 if result.holds else 1
 
 

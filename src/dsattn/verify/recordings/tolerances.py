@@ -40,7 +40,8 @@ OF_DTYPE: dict[str, float] = {"float32": 0.0, "float16": 2.0**-10, "bfloat16": 2
 OF_ARGUMENTS = 2.0**-5
 """Of sums over arguments, which are made from earlier results: twice the largest of the others."""
 
-# Numbers that cancel to nothing in theory are off by the rounding of their terms, whose size the arguments tell.
+# Numbers that cancel to nothing in theory (keys that are all equal, rows with one key) are what rounding left of their
+# terms, whose size the arguments tell.
 _TERMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("indexer_backward", "d_index_q"): ("grad_loss", "sm_scale", "weights", "index_k"),
     ("indexer_backward", "d_weights"): ("grad_loss", "sm_scale", "index_q", "index_k"),
@@ -49,7 +50,9 @@ _TERMS: dict[tuple[str, str], tuple[str, ...]] = {
     ("sparse_attention_backward", "dkv"): ("softmax_scale", "dout", "kv", "q"),
 }
 _TERMS |= {("dense_indexer_backward", name): terms for (of, name), terms in _TERMS.items() if of == "indexer_backward"}
-_ROUNDING = 2.0**-20
+_ROUNDING = 2.0**-9
+# Losses are means over the rows of a table.
+_ROWS = "attn_score"
 _LEAST = 1e-30
 
 
@@ -63,6 +66,9 @@ def absolute(wrapper: str, result: str, recorded: Mapping[str, Any], arguments: 
     """The tolerance of every value of a recorded result, given the recorded arguments."""
     terms = _TERMS.get((wrapper, result))
     floor = 0.0 if terms is None else _ROUNDING * math.prod(_size(arguments.get(name)) for name in terms)
+    table = arguments.get(_ROWS)
+    if isinstance(table, dict):
+        floor /= max(1, math.prod(table["shape"][:-1]))
     return max(_LEAST, floor, relative(wrapper, result, recorded["dtype"]) * recorded["max"])
 
 
