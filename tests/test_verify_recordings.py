@@ -20,7 +20,8 @@ from dsattn.backends.cudnn.simulator import SimulatedFrontend
 from dsattn.cli import main
 from dsattn.cli import verify as command
 from dsattn.verify import recordings, suites
-from dsattn.verify.recordings import Recorder, Recording, Replay
+from dsattn.verify.recordings import Check, Recorder, Recording, Replay
+from dsattn.verify.recordings.compare import outcomes
 from dsattn.verify.recordings.digest import digest, selection
 
 CPU = torch.device("cpu")
@@ -50,21 +51,13 @@ class Gpu:
 
 def recorded(cases: Sequence[str], gpu: Any, arch: str = ARCH) -> Recording:
     tasks, _ = suites.plan(("quick",), cases=cases, backends=["cudnn"], device=CPU, dtype="bf16")
-    made = None
-    for made, _ in recordings.record(tasks, Namespace(gpu, Version(RELEASE), arch), CPU):
-        pass
-    assert made is not None
-    return made
+    return list(recordings.record(tasks, Namespace(gpu, Version(RELEASE), arch), CPU))[-1][0]
 
 
 def replayed(made: Recording, folder: Path) -> Replay:
     """The replay of a recording that went through a file."""
     recordings.write(folder / "r.json", made)
-    result = None
-    for result in recordings.replay(recordings.read(folder / "r.json"), folder / "r.json"):
-        pass
-    assert result is not None
-    return result
+    return list(recordings.replay(recordings.read(folder / "r.json"), folder / "r.json"))[-1]
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
@@ -115,7 +108,7 @@ FAKES = [
     ("indexer_backward", made_up.local_ids, "d_index_q", "recorded"),
     (
         "sparse_attn_score_recompute",
-        made_up.unwritten_tail("target", 64, math.nan),
+        made_up.unwritten_tail("target", 48, math.nan),
         "target",
         "nan at other places: 0 of",
     ),
@@ -141,7 +134,7 @@ def test_another_release_is_named(wrapper: str, change: Change, what: str, text:
 
 def test_the_table_and_the_exit_code_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    fake = {"indexer_forward": made_up.filled_with_zero}
+    fake: dict[str, Change] = {"indexer_forward": made_up.filled_with_zero}
     recordings.write(good, recorded(["packed/indexer_topk"], Gpu()))
     recordings.write(bad, recorded(["packed/indexer_topk"], Gpu(fake)))
     assert main(["verify", "--replay", str(good)]) == 0
@@ -279,7 +272,7 @@ def test_bits_are_those_of_a_run_without_recorder() -> None:
     given = {"input_values": torch.randn(5, 40), "seq_lens": torch.full((5,), 40, dtype=torch.int32), "top_k": 8}
     plain = SimulatedFrontend(RELEASE, ARCH, 3).indexer_top_k_wrapper(**given)
     kept = Recorder(SimulatedFrontend(RELEASE, ARCH, 3)).indexer_top_k_wrapper(**given)
-    assert list(plain.items())[0][0] == "indices"
+    assert list(dict.keys(plain)) == ["indices", "values"]
     assert all(torch.equal(plain[name], kept[name]) for name in dict.keys(plain))
 
 
@@ -304,3 +297,38 @@ def test_a_selection_leaves_equal_scores_open() -> None:
     scores = torch.tensor([[5.0, 1.0, 1.0, 0.0, 9.0], [5.0, 4.0, 3.0, 2.0, 9.0]])
     found = selection(torch.tensor([[2, 0], [1, 0]]), scores, torch.tensor([4, 4]))
     assert found["rows"] == [[0, [0, 2], [1, 2]], [1, [0, 1], [1]]]
+
+
+def calls(chosen: list[int], hash: str, tail: list[dict[str, Any]]) -> Check:
+    ids = {"dtype": "int32", "shape": [1, 2], "negative": [0, "n"], "rows": [[0, chosen, [1, 2]]]}
+    first = {"wrapper": "indexer_top_k", "arguments": {}, "changed": [], "results": {"indices": ids}}
+    given = {"topk_idxs": {"dtype": "int32", "shape": [1, 2], "hash": hash}}
+    second = {"wrapper": "sparse_attention_forward", "arguments": given, "changed": [], "results": {"out": None}}
+    return Check(case="a", operator="b", verdict="pass", calls=[first, second, *tail])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "hash", "verdicts"),
+    [
+        ([0, 1], "x", ["agrees", "agrees"]),
+        # Another choice among equal scores explains other ids in the next call, and nothing else does.
+        ([0, 2], "y", ["agrees", "follows"]),
+        ([0, 1], "y", ["agrees", "differs"]),
+        ([0, 3], "y", ["differs", "follows"]),
+    ],
+)
+def test_what_follows_from_a_choice_is_no_difference(chosen: list[int], hash: str, verdicts: list[str]) -> None:
+    found = list(outcomes(calls([0, 1], "x", []), calls(chosen, hash, [])))
+    assert [one.verdict for one in found] == verdicts
+
+
+def test_a_call_that_is_missing_or_too_many_differs() -> None:
+    more = [{"wrapper": "indexer_forward", "arguments": {}, "changed": [], "results": {}}]
+    few, many = calls([0, 1], "x", []), calls([0, 1], "x", more)
+    assert list(outcomes(few, many))[-1].text == "a call of indexer_forward, recorded none"
+    last = list(outcomes(many, few))[-1]
+    assert (last.wrapper, last.verdict, last.text) == (
+        "indexer_forward",
+        "differs",
+        "no such call, recorded indexer_forward",
+    )

@@ -26,8 +26,8 @@ class Outcome:
         wrapper: its name.
         case: the case.
         operator: the operator of the check.
-        verdict: "follows" where the call had other arguments because an earlier call of the check differed, or chose
-            otherwise among equal scores; its results are not compared.
+        verdict: "follows" for a difference after one in the same check, or in arguments after a call that chose
+            otherwise among equal scores.
         what: the result or arguments that differ first; "" where none does.
         text: what differs about it.
     """
@@ -47,20 +47,21 @@ def outcomes(recorded: Check, found: Check) -> Iterator[Outcome]:
         recorded: the check as recorded.
         found: the same check over a stand-in.
     """
-    caused = False
+    differed = chose_otherwise = False
     for old, new in zip_longest(recorded.calls, found.calls):
         wrapper = (old or new)["wrapper"]
+        excused = differed or chose_otherwise
         if old is None or new is None or old["wrapper"] != new["wrapper"]:
             text = "no such call" if new is None else f"a call of {new['wrapper']}"
-            text += f", recorded {'none' if old is None else old['wrapper']}"
-            fault, verdict = ("calls", text), "follows" if caused else "differs"
+            fault = "calls", f"{text}, recorded {'none' if old is None else old['wrapper']}"
         else:
             fault = next(_arguments(old, new), None)
-            verdict = "follows" if caused else "differs"
             if fault is None:
-                fault = next(_results(old, new), None)
-                verdict = "agrees" if fault is None else "differs"
-            caused = caused or verdict == "differs" or _chose_otherwise(old, new)
+                # What the call was given is as good as equal, which only a difference before it can be hidden in.
+                fault, excused = next(_results(old, new), None), differed
+            chose_otherwise = chose_otherwise or _chose_otherwise(old, new)
+        verdict: Verdict = "agrees" if fault is None else "follows" if excused else "differs"
+        differed = differed or verdict == "differs"
         what, text = fault or ("", "")
         yield Outcome(
             wrapper=wrapper, case=recorded.case, operator=recorded.operator, verdict=verdict, what=what, text=text
@@ -87,8 +88,8 @@ def argument(was: Any, now: Any) -> str | None:
             return header
         if was.get("hash") != now.get("hash"):
             return "other integers than recorded"
-        if was.get("finite") != now.get("finite"):
-            return f"{now.get('finite')} finite numbers, recorded {was.get('finite')}"
+        if was.get("counted") != now.get("counted"):
+            return f"{now.get('counted')} numbers that are no padding, recorded {was.get('counted')}"
         for name in ("max", "sum"):
             if abs(now.get(name, 0) - was.get(name, 0)) > tolerances.OF_ARGUMENTS * abs(was.get(name, 0)) + 1e-30:
                 return f"{name} of absolute values {now[name]:.6g}, recorded {was[name]:.6g}"
@@ -111,12 +112,7 @@ def _results(old: Call, new: Call) -> Iterator[tuple[str, str]]:
         if was is None or now is None:
             text = None if was is now else f"{_told(now)}, recorded {_told(was)}"
         else:
-            text = next(
-                _digests(was, now, tolerances.absolute(old["wrapper"], name, was, old["arguments"]))
-                if "max" in was and "max" in now
-                else _integers(was, now),
-                None,
-            )
+            text = next(_floats(old, new, name) if "max" in was and "max" in now else _integers(was, now), None)
         if text is not None:
             yield name, text
     gone = [name for name in old["changed"] if name not in new["changed"]]
@@ -126,8 +122,11 @@ def _results(old: Call, new: Call) -> Iterator[tuple[str, str]]:
             yield f"buffer {', '.join(names)}", text
 
 
-def _digests(was: Call, now: Call, tolerance: float) -> Iterator[str]:
-    """What differs between digests of floats."""
+def _floats(recorded: Call, found: Call, name: str) -> Iterator[str]:
+    """What differs between the digests of a result of floats."""
+    was, now, wrapper = recorded["results"][name], found["results"][name], recorded["wrapper"]
+    tolerance = tolerances.absolute(wrapper, name, was, recorded["arguments"])
+    share = tolerances.OF_SUMS * tolerances.relative(wrapper, name, was["dtype"])
     header = _header(was, now)
     if header is not None:
         yield header
@@ -137,16 +136,20 @@ def _digests(was: Call, now: Call, tolerance: float) -> Iterator[str]:
         yield from _places(name, was.get(name), now.get(name), count)
     shape = tuple(was["shape"])
     limit = f"tolerance {tolerance:.2g}, recorded maximum {was['max']:.6g}"
-    for place, old, new in zip(sampled_places(shape, count), was["values"], now["values"], strict=False):
+    for place, old, new in zip(sampled_places(shape), was["values"], now["values"], strict=False):
         if old is not None and new is not None and not abs(new - old) <= tolerance:
             yield f"{new:.6g} at {_index(place, shape)}, recorded {old:.6g} ({limit})"
     if not abs(now["max"] - was["max"]) <= tolerance:
         yield f"maximum {now['max']:.6g}, recorded {was['max']:.6g} ({limit})"
-    parts = len(was["sums"])
-    for i, (old, new) in enumerate(zip(was["sums"], now["sums"], strict=False)):
-        elements = count // parts + (i < count % parts)
-        if not abs(new - old) <= tolerance * elements:
-            yield f"sum of absolute values {new:.6g}, recorded {old:.6g}, in part {i + 1} of {parts} ({limit})"
+    if max(was["max"], now["max"]) <= tolerance:
+        # What rounding left of terms that cancel has no sum to speak of.
+        return
+    mean = sum(was["sums"]) / max(1, len(was["sums"]))
+    for i, (old, new) in enumerate(zip(was["sums"], now["sums"], strict=False), 1):
+        allowed = share * (old + mean / 2)
+        if not abs(new - old) <= allowed:
+            where = f"in part {i} of {len(was['sums'])}"
+            yield f"sum of absolute values {new:.6g}, recorded {old:.6g}, {where} (tolerance {allowed:.2g})"
 
 
 def _integers(was: Call, now: Call) -> Iterator[str]:

@@ -93,7 +93,7 @@ def _recording(found: dict[str, Any]) -> Recording:
         _text(call["wrapper"])
         for argument in call["arguments"].values():
             if isinstance(argument, dict):
-                _digest(argument, ("hash",), ("finite", "max", "sum"))
+                _digest(argument, ("hash",), ("counted", "max", "sum"))
         if "raises" in call:
             _text(call["raises"])
             continue
@@ -117,7 +117,7 @@ def _digest(found: dict[str, Any], *kinds: tuple[str, ...]) -> None:
         if found.get(name) is not None:
             count, _ = found[name]
             int(count)
-    for name in ("max", "sum", "finite"):
+    for name in ("max", "sum", "counted"):
         float(found.get(name, 0))
     _each(float, found.get("sums", ()))
     _each(float, (value for value in found.get("values", ()) if value is not None))

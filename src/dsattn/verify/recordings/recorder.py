@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -36,7 +37,7 @@ class Recorder:
         dsa: the namespace: `cudnn.DSA`, or a stand-in.
 
     Attributes:
-        calls: the notes, in the order of the calls; see `Call` of the format in docs/verify.md.
+        calls: the notes, in the order of the calls; see `Check`.
     """
 
     def __init__(self, dsa: Any) -> None:
@@ -53,7 +54,7 @@ class Recorder:
     def _keeping(self, name: str, wrapper: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wrapper)
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+            given = _named(wrapper, args, kwargs)
             before = {key: bits(x).clone() for key, x in given.items() if isinstance(x, Tensor)}
             note: dict[str, Any] = {"wrapper": name, "arguments": {key: short(x) for key, x in given.items()}}
             self.calls.append(note)
@@ -69,6 +70,14 @@ class Recorder:
         return call
 
 
+def _named(wrapper: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name; by number where a call does not fit, which the wrapper itself will say."""
+    try:
+        return inspect.signature(wrapper).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return {**{str(i): x for i, x in enumerate(args)}, **kwargs}
+
+
 def _digests(name: str, given: dict[str, Any], result: Any) -> dict[str, Any]:
     """The digest of each result by its name."""
     results: dict[str, Any] = {}
@@ -78,7 +87,7 @@ def _digests(name: str, given: dict[str, Any], result: Any) -> dict[str, Any]:
     for key, value in named:
         if not isinstance(value, Tensor):
             results[key] = None
-        elif key == ids:
+        elif key == ids and scores in given and lengths in given:
             results[key] = selection(value, given[scores], given[lengths])
         else:
             # Slots have no order.

@@ -32,7 +32,7 @@ class Row:
         wrapper: its name.
         calls: how many were recorded.
         agreeing: how many agree.
-        following: how many had other arguments because of an earlier call, and are not compared.
+        following: how many differ as an earlier call of the same check makes them.
         first: the first that differs, or None.
     """
 

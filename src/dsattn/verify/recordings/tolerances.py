@@ -37,6 +37,8 @@ OF_RESULT: dict[tuple[str, str], float] = {
 """By wrapper and result, in place of the wrapper's own."""
 OF_DTYPE: dict[str, float] = {"float32": 0.0, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """By dtype of the result, added: one step between its numbers at the largest value, on either side."""
+OF_SUMS = 8.0
+"""Times the tolerance of a value, relative to a sum of absolute values: most are smaller than the largest by more."""
 OF_ARGUMENTS = 2.0**-5
 """Of sums over arguments, which are made from earlier results: twice the largest of the others."""
 
