@@ -17,10 +17,9 @@ import dsattn
 from dsattn import CausalLayout, UnsupportedProblem
 from dsattn.backends import CudnnBackend, TorchBackend
 from dsattn.backends.cudnn.contracts import Contract, contract
-from dsattn.backends.cudnn.folding import folds
+from dsattn.backends.cudnn.folding import folds, table_elements
 from dsattn.backends.cudnn.simulator import NOT_SHOWN
 from dsattn.functional.problems import problem_of
-from dsattn.ops.blocks import buffer_bytes
 from dsattn.ops.inputs import AttentionInputs
 
 ROWS = CausalLayout.packed([0, 40])
@@ -97,7 +96,7 @@ FAR_BELOW = Problem(layout=CausalLayout.packed([0, 64]), d_i=4, grid=True, scale
 def scratch_stays_small(version: str, arch: str) -> None:
     """The selection gets tables whose scratch is far from 2^31 elements, and a table is cut before it is larger."""
     for device in ("cpu", "cuda"):
-        elements = buffer_bytes(torch.device(device)) // 4
+        elements = table_elements(torch.device(device))
         layout = CausalLayout.batched(1, 100_000)
         for fold in folds(layout, squared=version < "1.26", elements=elements):
             assert fold.q_starts[-1] * fold.max_keys <= elements < 1 << 29

@@ -26,7 +26,6 @@ from torch import Tensor
 
 import dsattn
 from dsattn import CausalLayout, TopK
-from dsattn.backends.cudnn import backend as backend_module
 from dsattn.backends.cudnn import folding, losses, sparse_calls
 
 PACKED = CausalLayout.packed([0, 3, 12])
@@ -139,8 +138,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     """Makes one limit so small that every problem meets it."""
     match limit:
         case "table":
-            for module in (backend_module, losses):
-                monkeypatch.setattr(module, "buffer_bytes", lambda device: 4 * 20)
+            monkeypatch.setattr(folding, "buffer_bytes", lambda device: 4 * 20)
         case "rows":
             monkeypatch.setattr(sparse_calls, "GRID_ROWS", 5)
             monkeypatch.setattr(folding, "MAX_ROWS", 5)

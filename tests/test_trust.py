@@ -23,7 +23,7 @@ from dsattn import (
 )
 from dsattn.backends import Backend, FlashMLABackend, TorchBackend, dispatch
 from dsattn.backends.base import Launch
-from dsattn.backends.cudnn import launches
+from dsattn.backends.cudnn import folding
 from dsattn.backends.cudnn.backend import CudnnBackend
 from dsattn.backends.trust import distrusted
 from dsattn.spec.problem import AttentionSizes, IndexerSizes, Problem
@@ -275,7 +275,7 @@ def test_launches_are_what_the_kernels_are_told(layout: CausalLayout, expected: 
 
 
 def test_a_long_document_is_cut_into_pieces_that_need_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "buffer_bytes", lambda device: 4 * 60 * 30)
+    monkeypatch.setattr(folding, "buffer_bytes", lambda device: 4 * 60 * 30)
     sizes = IndexerSizes(heads=2, width=16, dtype=torch.bfloat16, weights_dtype=torch.float32)
     problem = Problem(operator="indexer_topk", num_q=120, num_k=120, device=CPU, layout=WHOLE, indexer=sizes, top_k=4)
     found = CudnnBackend.simulated("1.32.0", "sm100").launches(problem)

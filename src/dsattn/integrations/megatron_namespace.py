@@ -15,12 +15,20 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from dsattn.backends.cudnn.contracts import Contract, distribution
+from dsattn.backends.cudnn.contracts import Contract, contract, distribution, releases
 from dsattn.backends.cudnn.namespace import Installed, accepts
 from dsattn.backends.cudnn.namespace import find as find_frontend
 from dsattn.errors import ContractDrift
 
-CHANGED = Version("1.26")
+
+def _changed() -> Version:
+    """The first release whose causal mask begins at the top left, as major and minor number."""
+    masks = ((release, contract(release, "sm100").wrapper("indexer_forward").alignment) for release in releases())
+    major, minor = next(release for release, alignment in masks if alignment == "top-left").release[:2]
+    return Version(f"{major}.{minor}")
+
+
+CHANGED = _changed()
 """The release of the frontend that changed both defaults."""
 GLOBAL_IDS, OFFSETS = "topk_indices_global", "q_causal_offsets"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dsattn.backends.base import AttentionGradients, Backend, IndexerGradients, Launch
 from dsattn.backends.cudnn.calls import Calls
 from dsattn.backends.cudnn.contracts import releases
-from dsattn.backends.cudnn.folding import Fold, folds
+from dsattn.backends.cudnn.folding import Fold, folds, table_elements
 from dsattn.backends.cudnn.launches import launches
 from dsattn.backends.cudnn.losses import selected_loss, visible_loss
 from dsattn.backends.cudnn.namespace import Absence, Namespace, installed_identity, open_installed
@@ -20,7 +20,6 @@ from dsattn.backends.cudnn.refusals import refusal
 from dsattn.backends.cudnn.steps import Steps
 from dsattn.layouts import CausalLayout, TopK
 from dsattn.ops.attention import attend_backward
-from dsattn.ops.blocks import buffer_bytes
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
 from dsattn.ops.support import Selected
 from dsattn.ops.topk import choose, compact
@@ -219,7 +218,7 @@ def _installed(device: torch.device | None) -> Namespace | Absence:
 def _score_tables(calls: Calls, x: IndexerInputs, layout: CausalLayout) -> Iterator[tuple[Fold, Tensor]]:
     """Every launch of the layout with its scores [T, max_keys], -inf at unseen keys and never -0."""
     x = calls.steps.positive(x)
-    elements = buffer_bytes(x.index_q.device) // 4
+    elements = table_elements(x.index_q.device)
     for fold in folds(layout, squared=calls.squared("indexer_forward"), elements=elements):
         table = calls.scores(
             fold.queries(x.index_q), fold.keys(x.index_k), fold.queries(x.weights), fold, float(x.scale)

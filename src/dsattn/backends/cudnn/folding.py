@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsattn.backends.cudnn.sizes import INDEXABLE, KEY_WIDTHS, SCORE_HEADS
 from dsattn.layouts import CausalLayout
+from dsattn.ops.blocks import buffer_bytes
 
 # The first call of a kernel with one row breaks on Hopper, and as many offsets as rows may be read as per-row ones.
 MIN_ROWS = 2
@@ -159,6 +160,11 @@ def batch_of(layout: CausalLayout) -> int:
         for i, s in enumerate(layout.segments)
     )
     return count if own else 1
+
+
+def table_elements(device: torch.device) -> int:
+    """Entries that one fp32 table of scores may have on a device."""
+    return buffer_bytes(device) // torch.float32.itemsize
 
 
 def folds(layout: CausalLayout, *, squared: bool, elements: int) -> tuple[Fold, ...]:

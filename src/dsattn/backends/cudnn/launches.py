@@ -6,9 +6,9 @@ from functools import lru_cache
 
 from dsattn.backends.base import Launch, launches_of
 from dsattn.backends.cudnn.contracts import Contract
-from dsattn.backends.cudnn.folding import batch_of, folds
+from dsattn.backends.cudnn.folding import batch_of, folds, table_elements
+from dsattn.backends.cudnn.steps import Steps
 from dsattn.layouts import CausalLayout, DeviceLayout
-from dsattn.ops.blocks import buffer_bytes
 from dsattn.spec.problem import Problem
 
 
@@ -22,8 +22,8 @@ def launches(problem: Problem, contract: Contract) -> frozenset[Launch]:
         kinds = (True, False) if batch_of(layout) > 1 else (False,)
         return frozenset(Launch(batched, offsets=False) for batched in kinds)
     name = "dense_attn_score_recompute" if problem.operator == "indexer_loss" else "indexer_forward"
-    squared = contract.wrapper(name).alignment == "bottom-right"
-    return _of_folds(layout, squared, buffer_bytes(problem.device) // 4)
+    squared = Steps().squared(name, contract.wrapper(name).alignment)
+    return _of_folds(layout, squared, table_elements(problem.device))
 
 
 @lru_cache(maxsize=64)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsattn.backends.cudnn.calls import Calls
-from dsattn.backends.cudnn.folding import Fold, Piece, batch_of, folds
+from dsattn.backends.cudnn.folding import Fold, Piece, batch_of, folds, table_elements
 from dsattn.layouts import CausalLayout
 from dsattn.ops.attention import attend
-from dsattn.ops.blocks import Block, buffer_bytes, run_blocks
+from dsattn.ops.blocks import Block, run_blocks
 from dsattn.ops.indexer import block_scores, block_weights_gradient
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
 from dsattn.ops.loss import row_kl, row_weight
@@ -113,7 +113,7 @@ def visible_loss(
         support = support.masked(options.row_mask)
     counted, weight = row_weight(support, options, torch.float32)
     run = _Visible(calls, x, a, lse, counted, weight, options.tp_group, with_gradients)
-    for fold in folds(layout, squared=calls.squared("dense_attn_score_recompute"), elements=buffer_bytes(device) // 4):
+    for fold in folds(layout, squared=calls.squared("dense_attn_score_recompute"), elements=table_elements(device)):
         run.add(fold)
     loss = _loss(run.kl, torch.where(counted, weight, 0.0))
     if not with_gradients:
