@@ -19,7 +19,8 @@ from dsattn import ContractDrift
 from dsattn.backends.cudnn.backend import CudnnBackend
 from dsattn.backends.trust import keys, verdicts
 from dsattn.backends.trust.keys import folder_hash, package_identity
-from dsattn.backends.trust.verdicts import Verdict, folder, load, save
+from dsattn.backends.trust.verdicts import Verdict, load, save
+from dsattn.wheels import cache_folder
 
 CPU = torch.device("cpu")
 IDENTITY = {"frontend": "1.45", "nvidia-cutlass-dsl": "4.4"}
@@ -201,9 +202,9 @@ def test_the_folder_is_the_users_cache_unless_one_is_named(monkeypatch: pytest.M
     monkeypatch.delenv("DSATTN_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if sys.platform == "linux":
-        assert folder() == tmp_path / "dsattn"
+        assert cache_folder() == tmp_path / "dsattn"
     monkeypatch.setenv("DSATTN_CACHE_DIR", "elsewhere")
-    assert folder() == Path("elsewhere")
+    assert cache_folder() == Path("elsewhere")
 
 
 WITHOUT_PLATFORMDIRS = """

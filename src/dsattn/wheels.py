@@ -39,7 +39,11 @@ def build(python: str = PYTHONS[0]) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Where dsattn keeps files: $DSATTN_CACHE_DIR, else the user's cache."""
+    """Where dsattn keeps files: $DSATTN_CACHE_DIR, else the user's cache.
+
+    Raises:
+        ImportError: the variable is not set, and platformdirs is not installed.
+    """
     named = os.environ.get("DSATTN_CACHE_DIR")
     if named:
         return Path(named)

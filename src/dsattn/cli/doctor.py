@@ -15,13 +15,13 @@ from rich.text import Text
 
 from dsattn.backends import Backend, ordered
 from dsattn.backends.trust import standing
-from dsattn.backends.trust.verdicts import folder
 from dsattn.integrations import megatron_status
 from dsattn.layouts import CausalLayout
 from dsattn.spec.problem import OPERATORS, WITH_BACKWARD, AttentionSizes, IndexerSizes, Operator, Problem
 from dsattn.verify.environment import devices, environment, package_version
 from dsattn.verify.records import write
 from dsattn.verify.report import console
+from dsattn.wheels import cache_folder
 
 _PACKAGES = (
     "torch",
@@ -106,7 +106,7 @@ def examine() -> dict[str, Any]:
         "backends": {backend.name: backend.missing() or backend.about() or "usable" for backend in ordered()},
         "usable": [backend.name for backend in ordered() if backend.missing() is None],
         "packages": {name: package_version(name) or "not installed" for name in _PACKAGES},
-        "cache": str(folder()),
+        "cache": str(cache_folder()),
         "megatron": megatron_status.status(),
         "operators": answers,
     }

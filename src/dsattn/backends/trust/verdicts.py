@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 
 from dsattn.backends.base import Backend, Launch
 from dsattn.backends.trust.keys import Key
+from dsattn.wheels import cache_folder
 
-FOLDER_VARIABLE = "DSATTN_CACHE_DIR"
 _FORMAT = "dsattn-verdict/1"
 _MEMORY: WeakKeyDictionary[Backend, dict[tuple[Key, Launch | None], Verdict]] = WeakKeyDictionary()
 _TOLD: set[str] = set()
@@ -60,25 +60,6 @@ def recall(backend: Backend, key: Key, launch: Launch | None) -> Verdict | None:
 def remember(backend: Backend, key: Key, launch: Launch | None, verdict: Verdict) -> None:
     """Keeps a verdict in memory."""
     _MEMORY.setdefault(backend, {})[key, launch] = verdict
-
-
-def forget(backend: Backend) -> None:
-    """Drops all verdicts on a backend from memory."""
-    _MEMORY.pop(backend, None)
-
-
-def folder() -> Path:
-    """Where verdicts are kept: `DSATTN_CACHE_DIR`, or the user's cache folder.
-
-    Raises:
-        ImportError: the variable is not set, and platformdirs is not installed.
-    """
-    given = os.environ.get(FOLDER_VARIABLE)
-    if given:
-        return Path(given)
-    from platformdirs import user_cache_path
-
-    return user_cache_path("dsattn")
 
 
 def load(identity: dict[str, str], text: str) -> Verdict | None:
@@ -142,7 +123,7 @@ def _typed(content: dict[str, Any], name: str, kind: type) -> Any:
 def _path(identity: dict[str, str], text: str) -> Path:
     whole = json.dumps(identity, sort_keys=True)
     names = (hashlib.sha256(part.encode()).hexdigest()[:20] for part in (whole, text))
-    return folder().joinpath("verdicts", *names).with_suffix(".json")
+    return cache_folder().joinpath("verdicts", *names).with_suffix(".json")
 
 
 def _tell(what: str, error: Exception) -> None:
