@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dsattn.backends.base import Backend
+from dsattn.backends.cpu.backend import CpuBackend
 from dsattn.backends.cudnn.backend import CudnnBackend
 from dsattn.backends.dispatch import choose, find, name_of
 from dsattn.backends.flash_mla import FlashMLABackend
 from dsattn.backends.torch_backend import TorchBackend
 
-_ORDER: tuple[Backend, ...] = (CudnnBackend(), FlashMLABackend(), TorchBackend())
+_ORDER: tuple[Backend, ...] = (CudnnBackend(), FlashMLABackend(), CpuBackend(), TorchBackend())
 
 
 def ordered() -> tuple[Backend, ...]:
@@ -23,6 +24,7 @@ def backends() -> tuple[str, ...]:
 
 __all__ = [
     "Backend",
+    "CpuBackend",
     "CudnnBackend",
     "FlashMLABackend",
     "TorchBackend",

@@ -16,6 +16,10 @@ from torch import Tensor
 
 from dsattn.layouts import CausalLayout
 from dsattn.ops.blocks import Block, blocks_for, buffer_bytes, even_blocks, lanes_for, run_lanes
+from dsattn.ops.products import column_parts
+
+_CPU_PARTS = 4
+_GRID = 256
 
 
 class Support(ABC):
@@ -48,7 +52,7 @@ class Support(ABC):
 
     @abstractmethod
     def keys(self, block: Block, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """The block's key rows of `source` [s, d]: [n, d] if rows share them, else [c, n, d]."""
+        """The block's key rows of `source` [s, d]: [n, d] if rows share them, else per row, see `ops.products`."""
 
     @abstractmethod
     def accumulator(self, width: int, dtype: torch.dtype) -> Tensor:
@@ -136,23 +140,36 @@ class Selected(Support):
 
     def blocks(self, pair_bytes: int, key_bytes: int) -> Sequence[Block]:  # noqa: D102
         device, width = self.ids.device, self.ids.shape[1]
-        ranges = even_blocks(self.num_q, width * (pair_bytes + key_bytes), buffer_bytes(device))
+        row_bytes, budget = width * (pair_bytes + key_bytes), buffer_bytes(device)
         if device.type != "cpu":
+            ranges = even_blocks(self.num_q, row_bytes, budget)
             return [Block(begin, end, 0, width) for begin, end in ranges] if self.num_k else []
-        # On the CPU it costs nothing to look how many slots are used.
+        # On the CPU it costs nothing to look how many slots are used. Few different widths: see `ops.products`.
+        ranges = even_blocks(self.num_q, row_bytes, budget // _CPU_PARTS)
         used = [int(self.lengths[begin:end].max()) for begin, end in ranges]
-        return [Block(*rows, 0, width) for rows, width in zip(ranges, used, strict=True) if width]
+        return [
+            Block(*rows, 0, min(width, -(-most // _GRID) * _GRID)) for rows, most in zip(ranges, used, strict=True) if most
+        ]
 
     def seen(self, block: Block) -> Bool[Tensor, "c n"]:  # noqa: D102
         slots = torch.arange(block.k_end, dtype=self.lengths.dtype, device=self.ids.device)
         return slots < self.lengths[block.q_begin : block.q_end, None]
 
     def keys(self, block: Block, source: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: D102
-        ids = self.ids[block.q_begin : block.q_end, : block.k_end]
+        ids, cpu = self.ids[block.q_begin : block.q_end, : block.k_end].clamp(min=0), self.ids.device.type == "cpu"
+        parts = column_parts(source.shape[1], dtype, source.device) if source.is_contiguous() else 1
+        if parts > 1:
+            ids = ids[:, None, :] * parts + torch.arange(parts, device=ids.device)[:, None]
+            source = source.view(len(source) * parts, -1)
         # index_select: advanced indexing gathers whole rows 3 to 10 times slower on CPUs.
-        rows = source.index_select(0, ids.clamp(min=0).flatten()).unflatten(0, ids.shape).to(dtype)
+        rows = source.index_select(0, ids.flatten()).to(dtype).view(*ids.shape, -1)
         # An unused slot must not bring in what stands in key row 0: it may be NaN, and 0 * NaN is NaN.
-        return rows.masked_fill_(~self.seen(block)[:, :, None], 0)
+        if not cpu:
+            return rows.masked_fill_(~self.seen(block)[:, :, None], 0)
+        for row, used in enumerate(self.lengths[block.q_begin : block.q_end].tolist()):
+            if used < block.k_end:
+                rows[row, ..., used:, :] = 0
+        return rows
 
     def accumulator(self, width: int, dtype: torch.dtype) -> Tensor:  # noqa: D102
         # One more row takes what unused slots give.
@@ -160,7 +177,8 @@ class Selected(Support):
 
     def add(self, block: Block, total: Tensor, d_keys: Tensor) -> None:  # noqa: D102
         ids = self.ids[block.q_begin : block.q_end, : block.k_end]
-        rows = torch.where(self.seen(block), ids, self.num_k)
+        # int64: on CPUs twice as fast as with int32.
+        rows = torch.where(self.seen(block), ids.long(), self.num_k)
         total.index_add_(0, rows.flatten(), d_keys.flatten(0, 1))
 
     def masked(self, row_mask: Bool[Tensor, " t"]) -> Selected:  # noqa: D102
@@ -177,12 +195,12 @@ def accumulate(
     dtype: torch.dtype,
     device: torch.device,
     work: Callable[[Block, Sequence[Tensor]], None],
-    one_lane: bool = False,
+    lanes: int | None = None,
 ) -> list[Tensor]:
     """Key gradients [s, width] for each of `widths`, to which `work(block, totals)` adds block by block.
 
-    Blocks are dealt out to a number of lanes that depends on shapes alone, each with totals of its own, which are then
-    summed in order: the result is the same bit for bit for any number of threads.
+    Blocks are dealt out to lanes, each with totals of its own, which are then summed in order: the result is the same
+    bit for bit for the same number of lanes, which depends on shapes alone unless it is given.
 
     Args:
         support: makes the totals.
@@ -191,10 +209,10 @@ def accumulate(
         dtype: of the totals.
         device: of the totals.
         work: adds one block's share.
-        one_lane: run the blocks strictly in order (a collective stands inside `work`).
+        lanes: how many; None for `lanes_for`. With one, blocks run strictly in order.
     """
     total_bytes = sum(widths) * support.num_k * dtype.itemsize
-    lanes = 1 if one_lane else lanes_for(device, len(blocks), total_bytes)
+    lanes = lanes_for(device, len(blocks), total_bytes) if lanes is None else lanes
     totals = [[support.accumulator(width, dtype) for width in widths] for _ in range(lanes)]
 
     def lane_work(lane: int) -> None:

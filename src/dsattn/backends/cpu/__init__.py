@@ -1,0 +1,1 @@
+"""Native kernels for CPUs: C sources, their build, and the backend that calls them."""
