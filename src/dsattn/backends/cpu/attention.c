@@ -17,12 +17,12 @@ static int64_t forward_buffers(forward_scratch *s, arena *from, int64_t heads, i
     s->nothing = TAKE(from, element, width);
     s->heads = TAKE(from, word, width / WORD_ELEMENTS * wide);
     s->factors = TAKE(from, word, KEYS / WORD_ELEMENTS * wide);
-    s->sums = TAKE(from, float, KEYS * wide);
+    s->sums = TAKE(from, float, KEYS *wide);
     s->largest = TAKE(from, float, wide);
     s->total = TAKE(from, float, wide);
     s->before = TAKE(from, float, wide);
     s->kept = TAKE(from, float, wide);
-    s->result = TAKE(from, float, heads * values);
+    s->result = TAKE(from, float, heads *values);
     s->result_rows = TAKE(from, float *, heads);
     return from->used;
 }
@@ -66,8 +66,9 @@ static void keep_nan(forward_scratch *s, int64_t head, int64_t wide, int64_t key
     if (isnan(s->before[head])) s->largest[head] = NAN;
 }
 
-static void attend_row(forward_scratch *s, const element *query, const element *table, keys_of_row keys, const float *sink,
-                       element *out, float *lse, int64_t heads, int64_t width, int64_t values, float scale) {
+static void attend_row(forward_scratch *s, const element *query, const element *table, keys_of_row keys,
+                       const float *sink, element *out, float *lse, int64_t heads, int64_t width, int64_t values,
+                       float scale) {
     int64_t wide = padded(heads, LANES), count = width / WORD_ELEMENTS;
     pack_heads(s->heads, (const word *)query, heads, count, wide);
     for (int64_t h = 0; h < wide; h++) s->largest[h] = -INFINITY, s->total[h] = 0;
@@ -94,11 +95,11 @@ static void attend_row(forward_scratch *s, const element *query, const element *
 
 /* Output [t, heads, values] and log-sum-exp [t, heads] of the query rows [begin, end).
 
-   q [t, heads, width], kv [s, width]; width and values are multiples of 16; scale is not negative. See keys_of for the next four. Rows without
-   keys are left as they are. Returns 0, or 1 without memory. */
+   q [t, heads, width], kv [s, width]; width and values are multiples of 16; scale is not negative. See keys_of for the
+   next four. Rows without keys are left as they are. Returns 0, or 1 without memory. */
 EXPORT int attend(const element *q, const element *kv, const int32_t *ids, int64_t slots, const int32_t *first,
-                  const int32_t *count, const float *sink, element *out, float *lse, int64_t begin, int64_t end, int64_t heads,
-                  int64_t width, int64_t values, double scale) {
+                  const int32_t *count, const float *sink, element *out, float *lse, int64_t begin, int64_t end,
+                  int64_t heads, int64_t width, int64_t values, double scale) {
     forward_scratch s;
     arena memory = {0};
     memory.base = aligned_alloc(64, forward_buffers(&s, &memory, heads, width, values));
@@ -110,8 +111,8 @@ EXPORT int attend(const element *q, const element *kv, const int32_t *ids, int64
     for (int64_t row = begin; row < end; row++) {
         keys_of_row keys = keys_of(ids, slots, first, count, row);
         if (keys.count > 0)
-            attend_row(&s, q + row * heads * width, kv, keys, sink, out + row * heads * values, lse + row * heads, heads, width,
-                       values, (float)scale);
+            attend_row(&s, q + row * heads * width, kv, keys, sink, out + row * heads * values, lse + row * heads,
+                       heads, width, values, (float)scale);
     }
     free(memory.base);
     return 0;

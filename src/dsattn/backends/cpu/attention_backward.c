@@ -32,8 +32,8 @@ static int64_t backward_buffers(backward_scratch *s, arena *from, int64_t rows, 
     s->row_buffer = TAKE(from, word, pairs ? (heads + 1) / 2 * (width + values) : 0);
     s->row_mixed = TAKE(from, const word *, 2 * wide);
     s->head_rows = TAKE(from, const element *, heads);
-    s->sums = TAKE(from, float, KEYS * wide);
-    s->upstream_sums = TAKE(from, float, KEYS * wide);
+    s->sums = TAKE(from, float, KEYS *wide);
+    s->upstream_sums = TAKE(from, float, KEYS *wide);
     s->lse = TAKE(from, float, wide);
     s->delta = TAKE(from, float, wide);
     s->results = TAKE(from, float, rows * heads * width);
@@ -51,7 +51,7 @@ INLINE vec logit_gradient(backward_scratch *s, int64_t place, int64_t head, int6
     return of_heads(p * (load(s->upstream_sums + place) - load(s->delta + head)), head, heads);
 }
 
-/* Factors of a block of keys: d_logits as words along keys, and for each key d_logits, then probabilities, of its heads. */
+/* Factors of a block of keys: d_logits as words along keys, and of each key d_logits, then probabilities, of heads. */
 static void backward_block(backward_scratch *s, int64_t keys, int64_t heads, float scale) {
     int64_t wide = padded(heads, LANES), all = wide / WORD_ELEMENTS;
     for (int64_t j = 0; j < keys; j += WORD_ELEMENTS)
@@ -70,7 +70,8 @@ static void backward_block(backward_scratch *s, int64_t keys, int64_t heads, flo
     /* After all d_logits: what stands for padded heads is written over. */
     for (int64_t j = 0; j < keys; j++)
         for (int64_t h = 0; h < wide; h += LANES)
-            store_rounded((element *)(s->key_factors + j * 2 * all + head_words(heads)) + h, load(s->sums + j * wide + h));
+            store_rounded((element *)(s->key_factors + j * 2 * all + head_words(heads)) + h,
+                          load(s->sums + j * wide + h));
 }
 
 /* The heads of a row of q, then of d_out, as what `mix` sums over for the gradients of keys. */
@@ -96,8 +97,8 @@ static void row_delta(float *delta, const element *out, const element *upstream,
 }
 
 /* All that a row needs beside its keys. */
-static void begin_row(backward_scratch *s, const element *query, const element *upstream, const float *lse, const float *delta,
-                      float *result, int64_t heads, int64_t width, int64_t values) {
+static void begin_row(backward_scratch *s, const element *query, const element *upstream, const float *lse,
+                      const float *delta, float *result, int64_t heads, int64_t width, int64_t values) {
     int64_t wide = padded(heads, LANES);
     for (int64_t h = 0; h < wide; h++) {
         s->lse[h] = h < heads ? lse[h] : 0;
@@ -129,21 +130,21 @@ static int64_t row_backward(backward_scratch *s, const element *table, keys_of_r
         mix_keys(s->result_rows, heads, width, NULL, s->key_factors, 2 * wide, s->rows, found, scale, s->nothing);
 #endif
         mix(s->key_results, found, 0, values, NULL, s->key_factors, 1, 2 * all, s->row_mixed, 0, used, scale, 2 * used);
-        mix(s->key_results, found, values, width - values, NULL, s->key_factors, 1, 2 * all, s->row_mixed, values,
-            used, scale, used);
+        mix(s->key_results, found, values, width - values, NULL, s->key_factors, 1, 2 * all, s->row_mixed, values, used,
+            scale, used);
     }
     return end;
 }
 
-/* Gradients for the query rows [begin, end): d_q [t, heads, width] and delta [t, heads] are written, d_kv [s, width] added
-   to.
+/* Gradients for the query rows [begin, end): d_q [t, heads, width] and delta [t, heads] are written, d_kv [s, width]
+   added to.
 
-   lse is that of the forward with the sink in it. ids are in ascending order. For the others see attend; rows without keys
-   are left as they are. Returns 0, or 1 without memory. */
+   lse is that of the forward with the sink in it. ids are in ascending order. For the others see attend; rows without
+   keys are left as they are. Returns 0, or 1 without memory. */
 EXPORT int attend_backward(const element *q, const element *kv, const int32_t *ids, int64_t slots, const int32_t *first,
-                           const int32_t *count, const element *out, const float *lse, const element *d_out, element *d_q,
-                           float *d_kv, float *delta, int64_t begin, int64_t end, int64_t num_keys, int64_t heads, int64_t width,
-                           int64_t values, double scale) {
+                           const int32_t *count, const element *out, const float *lse, const element *d_out,
+                           element *d_q, float *d_kv, float *delta, int64_t begin, int64_t end, int64_t num_keys,
+                           int64_t heads, int64_t width, int64_t values, double scale) {
     backward_scratch s;
     arena memory = {0};
     memory.base = aligned_alloc(64, backward_buffers(&s, &memory, end - begin, heads, width, values));

@@ -65,7 +65,7 @@ class CpuBackend(Backend):
 
     def launches(self, problem: Problem) -> frozenset[Launch]:
         """One: rows are told of their keys one by one, so layouts make no difference."""
-        empty = problem.num_q == 0 or problem.num_k == 0
+        empty = 0 in (problem.num_q, problem.num_k, problem.top_k)
         return frozenset() if empty else frozenset({Launch(batched=False, offsets=True)})
 
     def identity(self, device: torch.device) -> dict[str, str] | None:

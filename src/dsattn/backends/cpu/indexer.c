@@ -23,10 +23,10 @@ static int64_t indexer_buffers(indexer_scratch *s, arena *from, int64_t heads, i
     s->row_buffer = TAKE(from, word, WORD_ELEMENTS == 2 ? (heads + 1) / 2 * width : 0);
     s->row_mixed = TAKE(from, const word *, wide);
     s->head_rows = TAKE(from, const element *, heads);
-    s->sums = TAKE(from, float, KEYS * wide);
+    s->sums = TAKE(from, float, KEYS *wide);
     s->weights = TAKE(from, float, wide);
     s->d_weights = TAKE(from, float, wide);
-    s->result = TAKE(from, float, heads * width);
+    s->result = TAKE(from, float, heads *width);
     s->result_rows = TAKE(from, float *, heads);
     return from->used;
 }
@@ -49,11 +49,12 @@ static void begin_row(indexer_scratch *s, const element *query, const float *wei
 
 /* Scores of the query rows [begin, end) in a table [rows][columns]; see table_column.
 
-   index_q [t, heads, width], weights [t, heads], index_k [s, width]; width is a multiple of 16. See keys_of for ids, slots,
-   first and count. Returns 0, or 1 without memory. */
+   index_q [t, heads, width], weights [t, heads], index_k [s, width]; width is a multiple of 16. See keys_of for ids,
+   slots, first and count. Returns 0, or 1 without memory. */
 EXPORT int gathered_scores(const element *index_q, const float *weights, const element *index_k, const int32_t *ids,
                            int64_t slots, const int32_t *first, const int32_t *count, float *table, int64_t columns,
-                           int64_t column, int64_t begin, int64_t end, int64_t heads, int64_t width, double scale, int relu) {
+                           int64_t column, int64_t begin, int64_t end, int64_t heads, int64_t width, double scale,
+                           int relu) {
     indexer_scratch s;
     arena memory = {0};
     if (prepare(&s, &memory, heads, width)) return 1;
@@ -84,7 +85,8 @@ EXPORT int gathered_scores(const element *index_q, const float *weights, const e
 }
 
 /* Factors of a block of keys: d_dots as words along keys, and as words along heads; d_weights is added to. */
-static void gradient_block(indexer_scratch *s, const float *d_scores, int64_t keys, int64_t heads, float scale, int relu) {
+static void gradient_block(indexer_scratch *s, const float *d_scores, int64_t keys, int64_t heads, float scale,
+                           int relu) {
     int64_t wide = padded(heads, LANES);
     element *of_key = (element *)s->key_factors;
     for (int64_t h = 0; h < wide; h += LANES) {
@@ -112,11 +114,12 @@ static void gradient_block(indexer_scratch *s, const float *d_scores, int64_t ke
 
 /* Gradients for the query rows [begin, end): d_index_q and d_weights are written, d_index_k [s, width] added to.
 
-   d_scores: a table as gathered_scores has it. Rows without keys are left as they are. Returns 0, or 1 without memory. */
+   d_scores: a table as gathered_scores has it. Rows without keys are left as they are. Returns 0, or 1 without
+   memory. */
 EXPORT int scores_backward(const element *index_q, const float *weights, const element *index_k, const int32_t *ids,
-                           int64_t slots, const int32_t *first, const int32_t *count, const float *d_scores, int64_t columns,
-                           int64_t column, element *d_index_q, float *d_index_k, float *d_weights, int64_t begin, int64_t end,
-                           int64_t heads, int64_t width, double scale, int relu) {
+                           int64_t slots, const int32_t *first, const int32_t *count, const float *d_scores,
+                           int64_t columns, int64_t column, element *d_index_q, float *d_index_k, float *d_weights,
+                           int64_t begin, int64_t end, int64_t heads, int64_t width, double scale, int relu) {
     indexer_scratch s;
     arena memory = {0};
     if (prepare(&s, &memory, heads, width)) return 1;
@@ -143,7 +146,8 @@ EXPORT int scores_backward(const element *index_q, const float *weights, const e
 #endif
             mix(s.key_results, found, 0, width, NULL, s.key_factors, 1, all, s.row_mixed, 0, 0, 1, used);
         }
-        for (int64_t c = 0; c < heads * width; c += LANES) store_rounded(d_index_q + row * heads * width + c, load(s.result + c));
+        for (int64_t c = 0; c < heads * width; c += LANES)
+            store_rounded(d_index_q + row * heads * width + c, load(s.result + c));
         memcpy(d_weights + row * heads, s.d_weights, sizeof(float) * heads);
     }
     free(memory.base);

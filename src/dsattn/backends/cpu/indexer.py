@@ -43,17 +43,15 @@ class Scorer:
         run_blocks(work, cut.row_blocks(count), panels.device)
         return panels
 
-    def table(self, block: Block) -> tuple[Tensor, int]:
-        """Scores [c, n], right where a row sees a key and anything elsewhere, and the key row of the first column."""
-        column = block.k_begin // PANEL * PANEL
-        width = -(-block.k_end // PANEL) * PANEL - column
-        rows = block.q_end - block.q_begin
-        found = torch.empty(rows, width, dtype=self.x.dtype, device=self.panels.device)
-        self.fill(found, column, block)
-        return found, column
+    def table(self, block: Block) -> Tensor:
+        """Scores [c, n] of a block, right where a row sees a key and anything elsewhere."""
+        shape = block.q_end - block.q_begin, block.k_end - block.k_begin
+        found = torch.empty(shape, dtype=self.x.dtype, device=self.panels.device)
+        self.fill(found, block.k_begin, block)
+        return found
 
     def fill(self, table: Tensor, column: int, block: Block) -> None:
-        """Writes the scores of a block to `table`, whose first column is key `column`, a multiple of `PANEL`."""
+        """Writes the scores of a block where its rows see keys to `table`, whose first column is key `column`."""
         heads = self.weights.shape[1]
         where = self.keys.first, self.keys.count, table, table.stride(0), column, block.q_begin, block.q_end
         tensors = self.index_q, self.weights, self.panels
@@ -67,10 +65,9 @@ def select(x: IndexerInputs, support: Visible, top_k: int, return_scores: bool) 
     kept = torch.full((support.num_q, top_k), -torch.inf, dtype=x.dtype, device=device) if return_scores else None
 
     def work(block: Block) -> None:
-        table, column = scorer.table(block)
-        windows = scorer.keys.first, scorer.keys.count
+        table, windows = scorer.table(block), (scorer.keys.first, scorer.keys.count)
         rows = block.q_begin, block.q_end
-        call("topk", scorer.dtype, table, table.stride(0), column, *windows, ids, kept, top_k, *rows)
+        call("topk", scorer.dtype, table, table.stride(0), block.k_begin, *windows, ids, kept, top_k, *rows)
 
     run_blocks(work, blocks_for(support.layout, x.dtype.itemsize, cut.SCORES_BYTES), device)
     return ids, scorer.keys.count.clamp(max=top_k), kept
@@ -82,10 +79,7 @@ def all_scores(x: IndexerInputs, support: Visible) -> Tensor:
     table = torch.full((support.num_q, support.num_k), -torch.inf, dtype=x.dtype, device=device)
 
     def work(block: Block) -> None:
-        scores, column = scorer.table(block)
-        scores = scores[:, block.k_begin - column :][:, : block.k_end - block.k_begin]
-        part = table[block.q_begin : block.q_end, block.k_begin : block.k_end]
-        torch.where(support.seen(block), scores, part, out=part)
+        scorer.fill(table[block.q_begin : block.q_end], 0, block)
 
     run_blocks(work, blocks_for(support.layout, x.dtype.itemsize, cut.SCORES_BYTES), device)
     return table

@@ -54,8 +54,7 @@ class NativeProducts(LossProducts):
 
     def scores(self, block: Block) -> Tensor:  # noqa: D102
         if self._scorer is not None:
-            table, column = self._scorer.table(block)
-            return table[:, block.k_begin - column :][:, : block.k_end - block.k_begin]
+            return self._scorer.table(block)
         table = self._table(block, self.x.dtype)
         tensors = self._index_q, self._weights, self._index_k, *self._keys.arguments
         where = table, table.stride(0), block.k_begin, block.q_begin, block.q_end

@@ -9,12 +9,12 @@ EXPORT double peak(int64_t rounds, float *result) {
     word a = 0;
     for (int i = 0; i < 16; i++) sum[i] = splat(i);
     for (int64_t r = 0; r < rounds; r++) {
-        UNROLL for (int i = 0; i < 16; i++) sum[i] = add_product(sum[i], a, b);
+        EACH (i, 16) sum[i] = add_product(sum[i], a, b);
         /* The compiler may not know what stands in them. */
 #if defined(__x86_64__)
-        UNROLL for (int i = 0; i < 16; i++) __asm__ volatile("" : "+v"(sum[i]));
+        EACH (i, 16) __asm__ volatile("" : "+v"(sum[i]));
 #else
-        UNROLL for (int i = 0; i < 16; i++) __asm__ volatile("" : "+w"(sum[i]));
+        EACH (i, 16) __asm__ volatile("" : "+w"(sum[i]));
 #endif
     }
     *result = 0;

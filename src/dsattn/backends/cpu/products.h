@@ -24,21 +24,21 @@ INLINE void dot_tile(const int columns, const int sets, float *sums, int64_t str
                      const word *heads, int64_t panel, int64_t begin, int64_t count) {
     vec sum[DOT_ROWS][2] = {{{0}}};
     const word *row[DOT_ROWS];
-    UNROLL for (int r = 0; r < DOT_ROWS; r++) row[r] = rows[r];
+    EACH (r, DOT_ROWS) row[r] = rows[r];
     int64_t w = begin;
     for (; w + sets <= count; w += sets) {
         words head[2];
-        UNROLL for (int c = 0; c < columns; c++)
-            UNROLL for (int s = 0; s < sets; s++) head[c + s] = load_words(heads + (w + s) * panel + c * LANES);
-        UNROLL for (int r = 0; r < DOT_ROWS; r++)
-            UNROLL for (int c = 0; c < columns; c++)
-                UNROLL for (int s = 0; s < sets; s++) sum[r][c + s] = add_product(sum[r][c + s], row[r][w + s], head[c + s]);
+        EACH (c, columns)
+            EACH (s, sets) head[c + s] = load_words(heads + (w + s) * panel + c * LANES);
+        EACH (r, DOT_ROWS)
+            EACH (c, columns)
+                EACH (s, sets) sum[r][c + s] = add_product(sum[r][c + s], row[r][w + s], head[c + s]);
     }
     for (; w < count; w++)
-        UNROLL for (int r = 0; r < DOT_ROWS; r++) sum[r][0] = add_product(sum[r][0], row[r][w], load_words(heads + w * panel));
-    UNROLL for (int r = 0; r < DOT_ROWS; r++) {
+        EACH (r, DOT_ROWS) sum[r][0] = add_product(sum[r][0], row[r][w], load_words(heads + w * panel));
+    EACH (r, DOT_ROWS) {
         if (sets == 2) sum[r][0] += sum[r][1];
-        UNROLL for (int c = 0; c < columns; c++) {
+        EACH (c, columns) {
             float *place = sums + r * stride + c * LANES;
             if (begin) sum[r][c] += load(place);
             store(place, sum[r][c]);
@@ -47,11 +47,11 @@ INLINE void dot_tile(const int columns, const int sets, float *sums, int64_t str
 }
 
 /* Not inlined: the registers of a tile are all that there are. */
-#define DOT_TILE(columns, sets)                                                                                              \
-    NOINLINE void dot_tile_##columns(float *sums, int64_t stride, const word *const *rows, const word *heads,          \
-                                            int64_t panel, int64_t count) {                                                  \
-        for (int64_t w = 0; w < count; w += DOT_WORDS)                                                                       \
-            dot_tile(columns, sets, sums, stride, rows, heads, panel, w, at_most(w + DOT_WORDS, count));                     \
+#define DOT_TILE(columns, sets)                                                                               \
+    NOINLINE void dot_tile_##columns(float *sums, int64_t stride, const word *const *rows, const word *heads, \
+                                     int64_t panel, int64_t count) {                                          \
+        for (int64_t w = 0; w < count; w += DOT_WORDS)                                                        \
+            dot_tile(columns, sets, sums, stride, rows, heads, panel, w, at_most(w + DOT_WORDS, count));      \
     }
 DOT_TILE(1, 2)
 DOT_TILE(2, 1)
@@ -60,36 +60,38 @@ DOT_TILE(2, 1)
 
    sums: [keys][padded heads]. rows: one address for each of `keys`, which is a multiple of 8. heads: `count` rows of
    padded heads, as pack_heads makes them. */
-LOCAL void dots(float *sums, const word *const *rows, int64_t keys, const word *heads, int64_t padded_heads, int64_t count) {
+LOCAL void dots(float *sums, const word *const *rows, int64_t keys, const word *heads, int64_t padded_heads,
+                int64_t count) {
     int64_t vectors = padded_heads / LANES;
     for (int64_t key = 0; key < keys; key += DOT_ROWS) {
         float *to = sums + key * padded_heads;
         int64_t v = 0;
-        for (; v + 2 <= vectors; v += 2) dot_tile_2(to + v * LANES, padded_heads, rows + key, heads + v * LANES, padded_heads, count);
+        for (; v + 2 <= vectors; v += 2)
+            dot_tile_2(to + v * LANES, padded_heads, rows + key, heads + v * LANES, padded_heads, count);
         if (v < vectors) dot_tile_1(to + v * LANES, padded_heads, rows + key, heads + v * LANES, padded_heads, count);
     }
 }
 
 INLINE void mix_tile(const int rows, const int columns, float *const *to, int64_t to_column, const float *kept,
-                     const word *factors, int64_t next_word, int64_t next_row, const word *const *from, int64_t from_column,
-                     int64_t scaled, float scale, int64_t count) {
+                     const word *factors, int64_t next_word, int64_t next_row, const word *const *from,
+                     int64_t from_column, int64_t scaled, float scale, int64_t count) {
     vec sum[MIX_ROWS][MIX_COLUMNS] = {{{0}}};
     const word *factor[MIX_ROWS];
-    UNROLL for (int r = 0; r < rows; r++) factor[r] = factors + r * next_row;
+    EACH (r, rows) factor[r] = factors + r * next_row;
     int64_t w = 0;
     for (int part = scaled == 0; part < 2; part++) {
         for (int64_t end = part ? count : scaled; w < end; w++) {
             words x[MIX_COLUMNS];
-            UNROLL for (int c = 0; c < columns; c++) x[c] = load_words(from[w] + from_column + c * LANES);
-            UNROLL for (int r = 0; r < rows; r++)
-                UNROLL for (int c = 0; c < columns; c++) sum[r][c] = add_product(sum[r][c], factor[r][w * next_word], x[c]);
+            EACH (c, columns) x[c] = load_words(from[w] + from_column + c * LANES);
+            EACH (r, rows)
+                EACH (c, columns) sum[r][c] = add_product(sum[r][c], factor[r][w * next_word], x[c]);
         }
         if (part == 0)
-            UNROLL for (int r = 0; r < rows; r++)
-                UNROLL for (int c = 0; c < columns; c++) sum[r][c] *= scale;
+            EACH (r, rows)
+                EACH (c, columns) sum[r][c] *= scale;
     }
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int c = 0; c < columns; c++) {
+    EACH (r, rows)
+        EACH (c, columns) {
             float *place = to[r] + to_column + c * LANES;
             vec before = load(place);
             if (kept) before *= kept[r];
@@ -98,31 +100,40 @@ INLINE void mix_tile(const int rows, const int columns, float *const *to, int64_
 }
 
 INLINE void mix_rows(const int columns, float *const *to, int64_t rows, int64_t to_column, const float *kept,
-                     const word *factors, int64_t next_word, int64_t next_row, const word *const *from, int64_t from_column,
-                     int64_t scaled, float scale, int64_t count) {
-#define TILE(n)                                                                                                              \
-    mix_tile(n, columns, to + r, to_column, kept ? kept + r : 0, factors + r * next_row, next_word, next_row, from,          \
+                     const word *factors, int64_t next_word, int64_t next_row, const word *const *from,
+                     int64_t from_column, int64_t scaled, float scale, int64_t count) {
+#define TILE(n)                                                                                                     \
+    mix_tile(n, columns, to + r, to_column, kept ? kept + r : 0, factors + r * next_row, next_word, next_row, from, \
              from_column, scaled, scale, count)
     int64_t r = 0;
     for (; r + MIX_ROWS <= rows; r += MIX_ROWS) TILE(MIX_ROWS);
     switch (rows - r) {
-    case 3: TILE(3); break;
-    case 2: TILE(2); break;
-    case 1: TILE(1); break;
+    case 3:
+        TILE(3);
+        break;
+    case 2:
+        TILE(2);
+        break;
+    case 1:
+        TILE(1);
+        break;
     }
 #undef TILE
 }
 
-/* to[row][to_column + c] = kept[row] * itself + sum over words of factor(w, row) * from[w][from_column + c], c < columns.
+/* to[row][to_column + c] = kept[row] * itself + sum over words of factor(w, row) * from[w][from_column + c].
+
+   c runs over `columns`.
 
    to: `rows` addresses. columns: a multiple of the lanes. kept: NULL for all 1. factor(w, row) is
-   factors[w * next_word + row * next_row]. from: `count` addresses of rows of words; what the first `scaled` of them sum up
-   to is multiplied by `scale`. */
-NOINLINE void mix(float *const *to, int64_t rows, int64_t to_column, int64_t columns, const float *kept, const word *factors,
-                  int64_t next_word, int64_t next_row, const word *const *from, int64_t from_column, int64_t scaled, float scale,
-                  int64_t count) {
-#define COLUMNS(n)                                                                                                           \
-    mix_rows(n, to, rows, to_column + c, kept, factors, next_word, next_row, from, from_column + c, scaled, scale, count)
+   factors[w * next_word + row * next_row]. from: `count` addresses of rows of words; what the first `scaled` of them
+   sum up to is multiplied by `scale`. */
+NOINLINE void mix(float *const *to, int64_t rows, int64_t to_column, int64_t columns, const float *kept,
+                  const word *factors, int64_t next_word, int64_t next_row, const word *const *from,
+                  int64_t from_column, int64_t scaled, float scale, int64_t count) {
+#define COLUMNS(n)                                                                                                 \
+    mix_rows(n, to, rows, to_column + c, kept, factors, next_word, next_row, from, from_column + c, scaled, scale, \
+             count)
     int64_t c = 0;
     for (; c + MIX_COLUMNS * LANES <= columns; c += MIX_COLUMNS * LANES) COLUMNS(MIX_COLUMNS);
     for (; c < columns; c += LANES) COLUMNS(1);
@@ -133,7 +144,7 @@ NOINLINE void mix(float *const *to, int64_t rows, int64_t to_column, int64_t col
 
    Returns how many words. With an odd number of rows the last one is paired with `nothing`. */
 LOCAL int64_t mixed_rows(const word **to, const element *const *rows, int64_t count, word *buffer, int64_t column,
-                          int64_t columns, const element *nothing) {
+                         int64_t columns, const element *nothing) {
 #if defined(BF16)
     for (int64_t i = 0; i < count; i += 2) {
         to[i / 2] = buffer + i / 2 * columns;
@@ -148,8 +159,8 @@ LOCAL int64_t mixed_rows(const word **to, const element *const *rows, int64_t co
 }
 
 /* mix over the first `columns` columns of up to KEYS rows of elements, times `scale`; factors are [words][stride]. */
-LOCAL void mix_keys(float *const *to, int64_t rows, int64_t columns, const float *kept, const word *factors, int64_t stride,
-                     const element *const *keys, int64_t count, float scale, const element *nothing) {
+LOCAL void mix_keys(float *const *to, int64_t rows, int64_t columns, const float *kept, const word *factors,
+                    int64_t stride, const element *const *keys, int64_t count, float scale, const element *nothing) {
     /* A strip of columns at a time, so that pairs of rows stay in the nearest cache. */
     enum { STRIP = WORD_ELEMENTS == 1 ? 1 << 20 : 64 };
     word buffer[WORD_ELEMENTS == 1 ? 1 : KEYS / 2 * STRIP];

@@ -10,7 +10,8 @@ typedef struct {
 } keys_of_row;
 
 INLINE keys_of_row keys_of(const int32_t *ids, int64_t slots, const int32_t *first, const int32_t *count, int64_t row) {
-    return (keys_of_row){ids ? ids + row * slots : NULL, ids ? 0 : first[row], count[row]};
+    /* A selection of no slots has no address either. */
+    return (keys_of_row){ids ? ids + row * slots : NULL, first ? first[row] : 0, count[row]};
 }
 
 INLINE int64_t key_at(keys_of_row keys, int64_t slot) { return keys.ids ? keys.ids[slot] : keys.first + slot; }
@@ -19,7 +20,7 @@ INLINE int64_t key_at(keys_of_row keys, int64_t slot) { return keys.ids ? keys.i
 
    Returns how many are keys. */
 LOCAL int64_t key_rows(const element **rows, keys_of_row keys, int64_t slot, const element *table, int64_t width,
-                        const element *nothing) {
+                       const element *nothing) {
     int64_t count = at_most(KEYS, keys.count - slot), i = 0;
     for (; i < count; i++) rows[i] = table + key_at(keys, slot + i) * width;
     for (; i < padded(count, 8); i++) rows[i] = nothing;

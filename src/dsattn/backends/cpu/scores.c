@@ -1,7 +1,7 @@
 /* Indexer scores of query rows against a range of keys, which stand side by side in vectors.
 
-   Keys are packed once, in panels of PANEL keys: [panel][word][key]. A tile keeps the dots of a few heads with a panel in
-   registers; the relu and the head weights are applied to them there. */
+   Keys are packed once, in panels of PANEL keys: [panel][word][key]. A tile keeps the dots of a few heads with a panel
+   in registers; the relu and the head weights are applied to them there. */
 #include "vector.h"
 
 #define PANEL 64
@@ -34,67 +34,77 @@ INLINE void score_tile(const int heads, const int relu, float *scores, const wor
                        const word *panel, int64_t count) {
     vec sum[HEADS][PART] = {{{0}}};
     const word *row[HEADS];
-    UNROLL for (int h = 0; h < heads; h++) row[h] = query + h * count;
+    EACH (h, heads) row[h] = query + h * count;
     for (int64_t w = 0; w < count; w++) {
         words key[PART];
-        UNROLL for (int v = 0; v < PART; v++) key[v] = load_words(panel + w * PANEL + v * LANES);
-        UNROLL for (int h = 0; h < heads; h++)
-            UNROLL for (int v = 0; v < PART; v++) sum[h][v] = add_product(sum[h][v], row[h][w], key[v]);
+        EACH (v, PART) key[v] = load_words(panel + w * PANEL + v * LANES);
+        EACH (h, heads)
+            EACH (v, PART) sum[h][v] = add_product(sum[h][v], row[h][w], key[v]);
     }
-    UNROLL for (int v = 0; v < PART; v++) {
+    EACH (v, PART) {
         vec score = load(scores + v * LANES);
-        UNROLL for (int h = 0; h < heads; h++) score += weights[h] * (relu ? positive_part(sum[h][v]) : sum[h][v]);
+        EACH (h, heads) score += weights[h] * (relu ? positive_part(sum[h][v]) : sum[h][v]);
         store(scores + v * LANES, score);
     }
 }
 
-INLINE void score_panel(const int relu, float *scores, const word *query, const float *weights, const word *panel, int64_t heads,
-                        int64_t count) {
+INLINE void score_panel(const int relu, float *scores, const word *query, const float *weights, const word *panel,
+                        int64_t heads, int64_t count) {
     for (int64_t part = 0; part < PANEL; part += PART * LANES) {
         int64_t h = 0;
 #define TILE(n) score_tile(n, relu, scores + part, query + h * count, weights + h, panel + part, count)
         for (; h + HEADS <= heads; h += HEADS) TILE(HEADS);
         switch (heads - h) {
-        case 3: TILE(3); break;
-        case 2: TILE(2); break;
-        case 1: TILE(1); break;
+        case 3:
+            TILE(3);
+            break;
+        case 2:
+            TILE(2);
+            break;
+        case 1:
+            TILE(1);
+            break;
         }
 #undef TILE
     }
 }
 
 NOINLINE void score_with_relu(float *scores, const word *query, const float *weights, const word *panel, int64_t heads,
-                                     int64_t count) {
+                              int64_t count) {
     score_panel(1, scores, query, weights, panel, heads, count);
 }
 
 NOINLINE void score_without(float *scores, const word *query, const float *weights, const word *panel, int64_t heads,
-                                   int64_t count) {
+                            int64_t count) {
     score_panel(0, scores, query, weights, panel, heads, count);
 }
 
-/* Scores of the query rows [begin, end) in a table [rows][width] whose first column is key `column`, a multiple of PANEL.
+/* Scores of the query rows [begin, end) in a table [rows][width] whose first column is key `column`.
 
-   q [t, heads, words], weights [t, heads], panels as pack_keys makes them. Row i is written for the panels that hold its
-   window [first, first + count), and only its columns within are right; others hold anything. */
-EXPORT int indexer_scores(const word *q, const float *weights, const word *panels, const int32_t *first, const int32_t *count,
-                          float *table, int64_t width, int64_t column, int64_t begin, int64_t end, int64_t heads, int64_t words_,
-                          double scale, int relu) {
+   q [t, heads, words], weights [t, heads], panels as pack_keys makes them. Only the windows [first, first + count) of
+   the rows are written. */
+EXPORT int indexer_scores(const word *q, const float *weights, const word *panels, const int32_t *first,
+                          const int32_t *count, float *table, int64_t width, int64_t column, int64_t begin, int64_t end,
+                          int64_t heads, int64_t row_words, double scale, int relu) {
     int64_t lowest = INT64_MAX, highest = 0;
-    for (int64_t row = begin; row < end; row++)
-        if (count[row] > 0) {
-            lowest = at_most(lowest, first[row] / PANEL);
-            highest = -at_most(-highest, -(int64_t)((first[row] + count[row] - 1) / PANEL + 1));
-        }
+    for (int64_t row = begin; row < end; row++) {
+        if (count[row] <= 0) continue;
+        int64_t last = (first[row] + (int64_t)count[row] - 1) / PANEL;
+        lowest = at_most(lowest, first[row] / PANEL);
+        highest = last + 1 > highest ? last + 1 : highest;
+    }
     for (int64_t p = lowest; p < highest; p++)
         for (int64_t row = begin; row < end; row++) {
-            if (count[row] <= 0 || p < first[row] / PANEL || p > (first[row] + count[row] - 1) / PANEL) continue;
-            float *scores = table + (row - begin) * width + p * PANEL - column;
-            memset(scores, 0, sizeof(float) * PANEL);
-            (relu ? score_with_relu : score_without)(scores, q + row * heads * words_, weights + row * heads,
-                                                     panels + p * PANEL * words_, heads, words_);
+            int64_t from = p * PANEL, to = at_most(from + PANEL, first[row] + (int64_t)count[row]);
+            int64_t skipped = first[row] > from ? first[row] - from : 0;
+            if (from + skipped >= to) continue;
+            float scores[PANEL] = {0};
+            (relu ? score_with_relu : score_without)(scores, q + row * heads * row_words, weights + row * heads,
+                                                     panels + p * PANEL * row_words, heads, row_words);
             /* -0 + 0 is 0. */
             for (int64_t k = 0; k < PANEL; k += LANES) store(scores + k, load(scores + k) * (float)scale + 0.0f);
+            memcpy(table + (row - begin) * width + from + skipped - column, scores + skipped,
+                   sizeof(float) * (to - from - skipped));
         }
     return 0;
 }

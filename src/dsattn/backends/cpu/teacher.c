@@ -12,14 +12,15 @@ static int64_t teacher_buffers(teacher_scratch *s, arena *from, int64_t heads, i
     int64_t wide = padded(heads, LANES);
     s->nothing = TAKE(from, element, width);
     s->heads = TAKE(from, word, width / WORD_ELEMENTS * wide);
-    s->sums = TAKE(from, float, KEYS * wide);
+    s->sums = TAKE(from, float, KEYS *wide);
     s->largest = TAKE(from, float, wide);
     s->total = TAKE(from, float, wide);
     return from->used;
 }
 
 /* Dots of a block of keys with all heads; returns how many keys. */
-static int64_t block_dots(teacher_scratch *s, const element *kv, keys_of_row keys, int64_t slot, int64_t wide, int64_t width) {
+static int64_t block_dots(teacher_scratch *s, const element *kv, keys_of_row keys, int64_t slot, int64_t wide,
+                          int64_t width) {
     fetch_rows(kv, width * sizeof(element), keys, slot + KEYS);
     int64_t found = key_rows(s->rows, keys, slot, kv, width, s->nothing);
     dots(s->sums, (const word *const *)s->rows, padded(found, DOT_ROWS), s->heads, wide, width / WORD_ELEMENTS);
@@ -27,7 +28,8 @@ static int64_t block_dots(teacher_scratch *s, const element *kv, keys_of_row key
 }
 
 /* The largest dot of every head of a row, and the sum of the others' exponentials, by a pass of its own. */
-static void row_softmax(teacher_scratch *s, const element *kv, keys_of_row keys, int64_t wide, int64_t width, float scale) {
+static void row_softmax(teacher_scratch *s, const element *kv, keys_of_row keys, int64_t wide, int64_t width,
+                        float scale) {
     float *largest = s->largest, *total = s->total;
     for (int64_t h = 0; h < wide; h++) largest[h] = -INFINITY, total[h] = 0;
     for (int64_t slot = 0; slot < keys.count; slot += KEYS) {
@@ -37,7 +39,8 @@ static void row_softmax(teacher_scratch *s, const element *kv, keys_of_row keys,
             for (int64_t j = 0; j < found; j++) high = above(load(s->sums + j * wide + h), high);
             vec from = pick(high == -INFINITY, splat(0), high);
             for (int64_t j = 0; j < found; j++) sum += exponential((load(s->sums + j * wide + h) - from) * scale);
-            store(total + h, load(total + h) * exponential(pick(before == high, splat(0), before - from) * scale) + sum);
+            store(total + h,
+                  load(total + h) * exponential(pick(before == high, splat(0), before - from) * scale) + sum);
             store(largest + h, high);
         }
     }
@@ -61,8 +64,8 @@ INLINE float head_sum(const teacher_scratch *s, int64_t key, int given, int64_t 
 
 /* sum over heads of exp(logit - lse) of the query rows [begin, end) in a table [rows][columns]; see table_column.
 
-   q [t, heads, width], kv [s, width]; width is a multiple of 16; scale is not negative. lse [t, heads], or NULL: computed by a pass of its own. See
-   keys_of for ids, slots, first and count. Returns 0, or 1 without memory. */
+   q [t, heads, width], kv [s, width]; width is a multiple of 16; scale is not negative. lse [t, heads], or NULL: its
+   part is computed by a pass of its own. See keys_of for ids, slots, first and count. Returns 0, or 1 without memory. */
 EXPORT int teacher(const element *q, const element *kv, const int32_t *ids, int64_t slots, const int32_t *first,
                    const int32_t *count, const float *lse, float *table, int64_t columns, int64_t column, int64_t begin,
                    int64_t end, int64_t heads, int64_t width, double scale) {

@@ -59,10 +59,10 @@ static order threshold_of(const float *scores, int64_t n, int64_t *k, order *ord
 
 /* Ids [t, k] int32, ascending, and their scores (may be NULL) of the query rows [begin, end) of a table of scores.
 
-   table: [rows][width] with key `column` first. first, count: the window of each row. Slots past min(k, count) are left as
-   they are. Returns 0, or 1 without memory. */
-EXPORT int topk(const float *table, int64_t width, int64_t column, const int32_t *first, const int32_t *count, int32_t *ids,
-                float *kept, int64_t k, int64_t begin, int64_t end) {
+   table: [rows][width] with key `column` first. first, count: the window of each row. Slots past min(k, count) are
+   left as they are. Returns 0, or 1 without memory. */
+EXPORT int topk(const float *table, int64_t width, int64_t column, const int32_t *first, const int32_t *count,
+                int32_t *ids, float *kept, int64_t k, int64_t begin, int64_t end) {
     int64_t longest = 1;
     for (int64_t row = begin; row < end; row++)
         if (count[row] > longest) longest = count[row];

@@ -22,7 +22,8 @@
 #define LOCAL static __attribute__((unused))
 #define NOINLINE LOCAL __attribute__((noinline))
 #define EXPORT __attribute__((visibility("default")))
-#define UNROLL _Pragma("GCC unroll 16")
+/* A loop over a tile, whose sums are registers: it has to be unrolled. */
+#define EACH(i, n) _Pragma("GCC unroll 16") for (int i = 0; i < (n); i++)
 
 #if defined(BF16)
 typedef uint32_t word;
@@ -119,10 +120,15 @@ INLINE words pair(vec low, vec high) {
 }
 
 /* 16 numbers rounded to bf16, one after the other. */
-INLINE void store_rounded(element *to, vec x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x)); }
+INLINE void store_rounded(element *to, vec x) {
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+}
 
 INLINE float number(element x) {
-    union { uint32_t bits; float number; } whole = {(uint32_t)x << 16};
+    union {
+        uint32_t bits;
+        float number;
+    } whole = {(uint32_t)x << 16};
     return whole.number;
 }
 
