@@ -13,6 +13,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 PACKAGE := $(VENV)/.package-installed
 DEV     := $(VENV)/.dev-installed
 DOCS    := $(VENV)/.docs-installed
+C_SOURCES := $(wildcard src/dsattn/backends/cpu/*.[ch])
 
 # One-liners for a Python that may be anything: torch compares its own version, so nothing is parsed by hand.
 PYTHON_WILL_DO := import sys; sys.exit(sys.version_info < (3, 11))
@@ -21,7 +22,7 @@ PACKAGES_SEEN  := import sys; [print(f"import site; site.addsitedir({p!r})") for
 SITE_PACKAGES  := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .NOTPARALLEL:
-.PHONY: help verify test lint self-test unit fuzz frontend-seam kernels format docs clean
+.PHONY: help verify test lint self-test unit fuzz sanitize frontend-seam kernels format docs clean
 
 help:
 	@echo "make verify   compare every operator with the float64 oracle; report in build/verify.html and build/verify.json"
@@ -30,6 +31,7 @@ help:
 	@echo "make unit     the tests alone          make format      let ruff rewrite the sources"
 	@echo "make docs     the documentation, built strictly into build/docs"
 	@echo "make fuzz     the properties on random examples for MINUTES=10; SEED=1 makes others"
+	@echo "make sanitize the C kernels under gcc's address and undefined-behaviour sanitizers, on cases and odd shapes"
 	@echo "make frontend-seam   the wrappers of real cuDNN frontends on CPU tensors against their stand-ins, and the backend on them"
 	@echo "make kernels         the kernels of the backend's calls, compiled without a GPU; both fetch up to 2 GB of releases once"
 	@echo "make clean    remove build/ and $(VENV)"
@@ -46,6 +48,7 @@ test: lint self-test unit
 lint: $(DEV)
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(C_SOURCES)
 	$(PY) -m pyrefly check --python-interpreter-path $(PY) --output-format min-text
 	$(PY) -c 'from importlinter.cli import lint_imports_command as main; main()' --no-cache --no-logo
 
@@ -59,6 +62,9 @@ unit: $(DEV)
 fuzz: $(DEV)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz.py --minutes $(MINUTES) --seed $(SEED)
 
+sanitize: $(DEV)
+	$(PY) tests/sanitize.py
+
 # RELEASES='--release 1.29.1 --arch sm90' for less than all.
 frontend-seam: $(DEV)
 	PYTHONPATH=src:tests $(PY) -m seam.environments $(RELEASES)
@@ -69,6 +75,7 @@ kernels: $(DEV)
 format: $(DEV)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+	$(VENV)/bin/clang-format -i $(C_SOURCES)
 
 # Warnings are errors, dead links among them. What the builder does not look at, the second line does: nothing that a page
 # loads may come from another host, and images and files must be there. Neither needs a network.

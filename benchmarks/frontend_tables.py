@@ -7,12 +7,12 @@ python benchmarks/frontend_tables.py build/frontend.json
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-README = Path(__file__).parents[1] / "README.md"
+from blocks import ROOT, row, write
+
 RECALLS = {
     "recall-one-document-cp1": "1 document",
     "recall-one-document-cp2-rank1": "CP 2, rank 1",
@@ -31,11 +31,7 @@ Records = list[dict[str, Any]]
 def main() -> None:
     """Reads the records and replaces the blocks between the marks."""
     run = json.loads(Path(sys.argv[1]).read_text())
-    text = README.read_text()
-    for name, table in (("defaults", defaults), ("megatron", megatron)):
-        block = f"<!-- {name} table -->\n{table(run['records'])}\n<!-- /{name} table -->"
-        text = re.sub(f"<!-- {name} table -->.*<!-- /{name} table -->", lambda _, b=block: b, text, flags=re.DOTALL)
-    README.write_text(text)
+    write(ROOT / "README.md", {name: table(run["records"]) for name, table in TABLES.items()})
 
 
 def groups(records: Records, suite: str) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
@@ -95,10 +91,7 @@ def megatron(records: Records) -> str:
     return "\n".join([*lines, "", note])
 
 
-def row(cells: list[str]) -> str:
-    """A line of a table."""
-    return f"| {' | '.join(cells)} |"
-
+TABLES = {"defaults": defaults, "megatron": megatron}
 
 if __name__ == "__main__":
     main()

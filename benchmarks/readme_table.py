@@ -6,14 +6,13 @@ make verify && python benchmarks/readme_table.py build/verify.json
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- verify table -->", "<!-- /verify table -->"
+from blocks import ROOT, row, write
+
 HEAD = "| operator | dtype | checks that hold | recall mean / min | results | gradients | share of budget |"
 
 
@@ -33,8 +32,7 @@ def main() -> None:
         "(gradients: three times) the error of a plain run in the same precision, as matrix units round, plus rounding "
         "of sums; more than 100 % of it is a failure."
     )
-    block = f"{BEGIN}\n{table}\n\n{note}\n{END}"
-    README.write_text(re.sub(f"{BEGIN}.*{END}", lambda _: block, README.read_text(), flags=re.DOTALL))
+    write(ROOT / "README.md", {"verify": f"{table}\n\n{note}"})
 
 
 def rows(records: list[dict[str, Any]]) -> list[str]:
@@ -56,7 +54,7 @@ def rows(records: list[dict[str, Any]]) -> list[str]:
         shares = [found["share_of_budget"] for _, found in results]
         cells = [operator.replace(":", ", "), dtype, f"{held} of {len(group)}", recall]
         cells += [f"{median(errors):.1e} / {max(errors):.1e}" if errors else "-" for errors in (forward, backward)]
-        lines.append(f"| {' | '.join([*cells, f'{max(shares):.0%}' if shares else '-'])} |")
+        lines.append(row([*cells, f"{max(shares):.0%}" if shares else "-"]))
     return lines
 
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from blocks import ROOT, row, write
 
 from dsattn.backends.cudnn.backend import CudnnBackend
 from dsattn.backends.cudnn.contracts import contract, releases
 from dsattn.layouts import CausalLayout
 from dsattn.spec.problem import AttentionSizes, IndexerSizes, Operator, Problem
 
-PAGE = Path(__file__).parents[1] / "docs" / "cudnn.md"
-BEGIN, END = "<!-- support table -->", "<!-- /support table -->"
 ROWS = 4096
 
 COLUMNS: dict[str, tuple[Operator, dict[str, object]]] = {
@@ -65,23 +63,18 @@ def table() -> str:
     reasons: list[str] = []
     names = {"sm90": "Hopper", "sm100": "Blackwell"}
     head = ["architecture", "release", *COLUMNS]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    for (arch, versions), row in answers().items():
+    lines = [row(head), "|" + "---|" * len(head)]
+    for (arch, versions), found in answers().items():
         cells = []
-        for answer in row:
+        for answer in found:
             # The same reason of another release is the same.
             text = re.sub(r"release [\d.]+ ", "the release ", answer).replace(f" on {arch}", "")
             if text and text not in reasons:
                 reasons.append(text)
             cells.append(f"no ({reasons.index(text) + 1})" if text else "yes")
-        lines.append(f"| {' | '.join([names[arch], versions, *cells])} |")
+        lines.append(row([names[arch], versions, *cells]))
     return "\n".join([*lines, "", *(f"{number}. {text}" for number, text in enumerate(reasons, 1))])
 
 
-def page(text: str) -> str:
-    """The page with the table of the present code."""
-    return re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table()}\n{END}", text, flags=re.DOTALL)
-
-
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    write(ROOT / "docs" / "cudnn.md", {"support": table()})

@@ -60,6 +60,27 @@ def no_shape_checks() -> Iterator[None]:
     jaxtyping_config.update("jaxtyping_disable", before)
 
 
+@pytest.fixture(scope="module", params=["cpu", "torch"])
+def each_backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs a test twice: as "auto" chooses on CPU tensors with a C compiler, and as it does without one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            _hide_cpu_kernels(patch)
+        yield
+
+
+@pytest.fixture
+def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves CPU tensors to the backend `torch`."""
+    _hide_cpu_kernels(monkeypatch)
+
+
+def _hide_cpu_kernels(patch: pytest.MonkeyPatch) -> None:
+    from dsattn.backends import CpuBackend
+
+    patch.setattr(CpuBackend, "missing", lambda _: "hidden by a test")
+
+
 @pytest.fixture
 def rng() -> torch.Generator:
     """A CPU generator that starts the same in every test."""

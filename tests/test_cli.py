@@ -17,6 +17,9 @@ from dsattn.cli import main
 from dsattn.cli.doctor import ask, examine, problem
 from dsattn.spec.problem import OPERATORS, WITH_BACKWARD
 
+# What is counted and broken here is the backend torch alone.
+pytestmark = pytest.mark.usefixtures("on_torch")
+
 QUICK = ["verify", "--case", "one-row", "--device", "cpu"]
 
 
@@ -135,7 +138,7 @@ def test_verbose_shows_every_check(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_pipe_gets_no_progress_bar_and_no_escape(run_python: RunPython) -> None:
-    done = run_python("-W", "ignore", "-m", "dsattn", *QUICK, "--dtype", "fp32")
+    done = run_python("-W", "ignore", "-m", "dsattn", *QUICK, "--backend", "torch", "--dtype", "fp32")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert "PASS: 8 checks hold" in done.stdout
@@ -144,7 +147,7 @@ def test_a_pipe_gets_no_progress_bar_and_no_escape(run_python: RunPython) -> Non
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo terminal")
 def test_a_terminal_gets_a_progress_bar(run_python: RunPython) -> None:
     code = "import pty, sys; sys.exit(pty.spawn([sys.executable, '-W', 'ignore', '-m', 'dsattn', *sys.argv[1:]]))"
-    done = run_python("-c", code, *QUICK, "--dtype", "fp32")
+    done = run_python("-c", code, *QUICK, "--backend", "torch", "--dtype", "fp32")
     assert done.returncode == 0
     assert "8/8" in done.stdout
 

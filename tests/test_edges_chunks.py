@@ -16,6 +16,8 @@ from dsattn import CausalLayout, TopK, dsa_attention, indexer_loss, indexer_scor
 from dsattn.spec import metrics, oracle
 from dsattn.spec.cases_edges import CHUNKS
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 LENGTH = CHUNKS[-1]
 TOP_K = 9
 SCALES: dict[str, Any] = {"scale": 0.25, "softmax_scale": 0.2}

@@ -16,6 +16,8 @@ from torch import Tensor
 from dsattn import CausalLayout, TopK, dense_attention, indexer_loss, indexer_scores, indexer_topk, sparse_attention
 from dsattn.ops import products
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 # Two documents that share a block, two rows of padding behind them, and a key that nobody sees.
 LAYOUT = CausalLayout.packed([0, 20, 50], num_q=52, num_k=51)
 ROW, KEY, HEAD = 33, 30, 1
@@ -180,6 +182,7 @@ def test_a_bad_index_input_touches_the_scores_that_read_it_and_their_gradients(
     check_scores(name, value, relu)
 
 
+@pytest.mark.usefixtures("on_torch")
 @pytest.mark.parametrize("name", ["index_q", "index_k"])
 def test_products_that_spread_it_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "split_finite", lambda x: (x, None))

@@ -14,6 +14,8 @@ import dsattn
 from dsattn import CausalLayout, TopK
 from dsattn.ops import attention, indexer
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 LAYOUT = CausalLayout.batched(2, 18, 20, q_offset=[2, 1])
 TOP_K = 6
 Way = Callable[[Tensor], Tensor]

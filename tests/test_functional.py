@@ -22,7 +22,10 @@ from dsattn import (
     indexer_topk,
     sparse_attention,
 )
-from dsattn.backends import torch_backend
+from dsattn.backends import backends, torch_backend
+from dsattn.backends.cpu import backend as cpu_backend
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 LAYOUT = CausalLayout.batched(2, 12)
 ATTENTION: dict[str, Any] = {"value_dim": 16, "softmax_scale": 0.2}
@@ -120,7 +123,7 @@ def test_dsa_attention_is_its_operators() -> None:
                 assert result.loss is not None
                 assert torch.equal(result.loss, value)
                 ran |= {"indexer_loss"}
-            assert result.backend == dict.fromkeys(ran, "torch")
+            assert result.backend == dict.fromkeys(ran, backends()[0])
 
 
 def test_dsa_attention_reuses_a_selection_without_an_indexer() -> None:
@@ -145,10 +148,11 @@ def test_coefficient_zero_gives_exact_zeros_and_no_work(support: str, monkeypatc
     x = random_tensors(LAYOUT).requires_grad_()
     topk = indexer_topk(*x.index(), LAYOUT, top_k=5) if support == "selected" else None
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AssertionError("work was done")
 
-    monkeypatch.setattr(torch_backend, "indexer_kl", refuse)
+    for used in (cpu_backend, torch_backend):
+        monkeypatch.setattr(used, "indexer_kl", refuse)
     with pytest.raises(AssertionError, match="work was done"):
         indexer_loss(*x.all(), LAYOUT, softmax_scale=0.2, topk=topk)
     loss = indexer_loss(*x.all(), LAYOUT, softmax_scale=0.2, topk=topk, coeff=0.0)

@@ -62,7 +62,7 @@ def files(*patterns: str) -> list[tuple[str, str]]:
     return [(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths]
 
 
-SOURCES = ("src/**/*.py", "src/**/*.c")
+SOURCES = ("src/**/*.py", "src/**/*.c", "src/**/*.h")
 TEXTS = (
     *SOURCES,
     "src/**/*.j2",

@@ -257,6 +257,6 @@ def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_another_process_may_be_faster(tmp_path: Path, index: list[tuple[str, str]]) -> None:
     first = wheel.unpacked("9.9", tmp_path)
     (tmp_path / "other").mkdir()
-    wheel._moved(tmp_path / "other", first)
+    wheel.put(tmp_path / "other", first)
     assert (first / "megatron").is_dir()
     assert not (tmp_path / "other").exists()

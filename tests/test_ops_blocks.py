@@ -16,6 +16,9 @@ from dsattn import CausalLayout, dense_attention, indexer_loss, indexer_scores, 
 from dsattn.ops import blocks, indexer
 from dsattn.ops.blocks import plan_blocks
 
+# What is counted and broken here is the backend torch alone.
+pytestmark = pytest.mark.usefixtures("on_torch")
+
 LAYOUTS = {
     "square": CausalLayout.batched(1, 100),
     "batch": CausalLayout.batched(3, 40),

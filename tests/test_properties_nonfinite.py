@@ -17,6 +17,8 @@ from torch import Tensor
 import dsattn
 from dsattn.ops import products
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 OF_QUERIES = ("index_q", "weights", "q")
 NAMES = (*OF_QUERIES, "index_k", "kv")
 
@@ -141,6 +143,7 @@ def bad(name: str, value: float = torch.nan) -> Bad:
     return Bad(Problem(drawn=two_sequences(), relu=False), torch.float32, name, 6, 0.5, value)
 
 
+@pytest.mark.usefixtures("on_torch")
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "weights"])
 def test_a_product_that_spreads_a_nan_is_found(name: str) -> None:
     check_bad(bad(name))

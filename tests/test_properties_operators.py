@@ -32,6 +32,8 @@ import dsattn
 from dsattn import TopK
 from dsattn.ops import blocks, indexer, support
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

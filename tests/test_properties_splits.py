@@ -30,6 +30,8 @@ from torch import Tensor
 import dsattn
 from dsattn import CausalLayout, TopK, context_parallel_positions, gather_order
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 # What a row has that no part touches.
 UNTOUCHED = {"out": 0.0, "lse": -torch.inf, "d_q": 0.0, "d_index_q": 0.0, "d_weights": 0.0}
 OF_KEYS = ("d_kv", "d_index_k")

@@ -22,6 +22,9 @@ from dsattn.verify import captured
 from dsattn.verify.checks import CHECKS
 from dsattn.verify.run import run, tasks
 
+# What is counted and broken here is the backend torch alone.
+pytestmark = pytest.mark.usefixtures("on_torch")
+
 LAYOUT = CausalLayout.packed([0, 3, 12], num_q=14, num_k=13)
 MANY = CausalLayout.packed([0, 90, 91, 91, 570], num_q=600, num_k=570)
 CPU = torch.device("cpu")

@@ -350,6 +350,7 @@ def test_plan_refuses_unknown_names(options: dict[str, Any], words: str) -> None
         suites.plan(["quick"], device=CPU, **options)
 
 
+@pytest.mark.usefixtures("on_torch")
 def test_absent_backends_are_not_run_and_never_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Absent(Off):
         name = "absent"

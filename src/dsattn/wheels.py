@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -52,19 +53,23 @@ def cache_folder() -> Path:
     return user_cache_path("dsattn")
 
 
-def pip(*arguments: str) -> str:
+def pip(*arguments: str, python: str | Path = sys.executable) -> str:
     """What pip prints.
+
+    Args:
+        arguments: its command line.
+        python: the interpreter whose pip runs.
 
     Raises:
         BadInput: it fails; the message has its last lines.
         Unreachable: it fails because the index does not answer.
     """
-    command = [sys.executable, "-m", "pip", *arguments, *_QUIET]
+    command = [str(python), "-m", "pip", *arguments, *_QUIET]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode == 0:
         return done.stdout
     if "No module named pip" in done.stderr:
-        raise BadInput("pip", given="none beside this Python", fix=f"{sys.executable} -m ensurepip")
+        raise BadInput("pip", given="none beside this Python", fix=f"{python} -m ensurepip")
     errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
     # An index that does not answer ends in the same errors as a package that it does not have.
     if _UNREACHABLE.search(done.stderr):
@@ -130,6 +135,16 @@ def scratch(folder: Path) -> Generator[Path]:
         raise BadInput(f"cache {folder}", given=error.strerror, fix=fix) from error
     with made as path:
         yield Path(path)
+
+
+def put(whole: Path, folder: Path) -> None:
+    """Puts a complete folder in its place; another process may have been faster, and has the same one there."""
+    try:
+        whole.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        shutil.rmtree(whole)
 
 
 def _kept(folder: Path, package: str, version: Version) -> Iterator[Path]:

@@ -51,7 +51,7 @@ class Backend(ABC):
 
     @abstractmethod
     def supports(self, problem: Problem) -> str | None:
-        """Why this backend does not take `problem`; None if it does. A pure function that runs nothing.
+        """Why this backend does not take `problem`; None if it does. A pure function that runs no kernel.
 
         A problem has a direction: with `problem.backward` the operator's backward is asked for, else its forward. Each
         may be taken without the other: a backward gets `out` and `lse` of whichever backend ran the forward.

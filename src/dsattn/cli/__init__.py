@@ -21,6 +21,7 @@ _NEEDED = {
     "packaging": "packaging",
     "platformdirs": "platformdirs",
     "griffe": "griffelib",
+    "matplotlib": "matplotlib",
 }
 
 

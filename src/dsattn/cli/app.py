@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import dsattn
-from dsattn.cli import doctor, drift, verify
+from dsattn.cli import bench, doctor, drift, verify
 from dsattn.errors import BadInput
 
 
@@ -31,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = _Parser(prog="dsattn", description=dsattn.__doc__, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=dsattn.__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for command in (verify, doctor, drift):
+    for command in (verify, doctor, drift, bench):
         summary = (command.__doc__ or "").partition(": ")[2].partition("\n")[0]
         name = command.__name__.rpartition(".")[2]
         added = commands.add_parser(

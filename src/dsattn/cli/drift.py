@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json as json_format
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from dsattn.backends.cudnn.contracts import distribution
-from dsattn.drift.compare import Advance, drift
+from dsattn.cli.progress import progress
+from dsattn.drift.compare import drift
 from dsattn.drift.report import show
 from dsattn.errors import BadInput
 from dsattn.verify.records import write
@@ -48,22 +45,9 @@ def main(*, old: str, new: str, package: str, watch: Path | None, json: Path | N
     """Runs `dsattn drift`; its exit code."""
     if json is not None and not json.parent.is_dir():
         raise BadInput(str(json), given="a folder that does not exist", fix=f"make {json.parent} first")
-    with _progress() as advance:
+    with progress() as advance:
         found = drift(package, old, new, watch=watch, advance=advance)
     show(found, console())
     if json is not None:
         write(json, json_format.dumps(found.as_dict(), indent=1) + "\n")
     return 1 if found.touched else 0
-
-
-@contextmanager
-def _progress() -> Generator[Advance]:
-    """What is told the release at hand, those done and all: a bar on stderr where that is a terminal."""
-    err = console(stderr=True)
-    if not err.is_terminal:
-        yield lambda *_: None
-        return
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=err, transient=True) as bar:
-        shown = bar.add_task("", total=None)
-        yield lambda what, done, steps: bar.update(shown, description=what, completed=done, total=steps)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dsattn.backends.cudnn.contracts_table import ARCHS
 from dsattn.backends.cudnn.namespace import Absence, open_installed
+from dsattn.cli.progress import progress
 from dsattn.errors import BadInput
 from dsattn.verify import captured, own_suites, recordings, self_test_report, simulated, suites
 from dsattn.verify import self_test as tests
@@ -171,7 +170,7 @@ def main(
     dumped = None if dump is None else captured.Dump(dump)
     request = Request(chosen, {**options, "backends": backend, "device": where, "dump": dumped})
     try:
-        with _progress() as advance:
+        with progress() as advance:
             records = [*_records(request, advance), *own_suites.run(own, _versions(releases, arch), advance)]
     except WorkerDied as error:
         print(f"dsattn: {error}", file=sys.stderr)
@@ -220,7 +219,7 @@ def _refuse(option: str, others: dict[str, Any], needed: str) -> None:
 def _self_test(device: str | None, *, verbose: bool, json: Path | None) -> int:
     _check_files(json, None)
     where = _device(device or "cpu")
-    with _progress() as advance:
+    with progress() as advance:
         result = tests.self_test(device=where, advance=advance)
     self_test_report.show(result, console(), verbose=verbose)
     if json is not None:
@@ -241,7 +240,7 @@ def _record(file: Path, cases: Sequence[str], device: str | None, *, verbose: bo
     }
     tasks, _ = suites.plan(("quick",), **options)
     records: list[Record] = []
-    with _progress() as advance:
+    with progress() as advance:
         for made, record in recordings.record(tasks, found, options["device"]):
             records.append(record)
             # Kernels compile slowly, and a fault of one may end the process: what there is, is kept case by case.
@@ -255,7 +254,7 @@ def _record(file: Path, cases: Sequence[str], device: str | None, *, verbose: bo
 
 def _replay(file: Path, *, verbose: bool) -> int:
     recording, result = recordings.read(file), None
-    with _progress() as advance:
+    with progress() as advance:
         for done, so_far in enumerate(recordings.replay(recording, file), 1):
             result = so_far
             advance(recording.checks[done - 1].case, done, len(recording.checks))
@@ -333,16 +332,3 @@ def _versions(releases: Sequence[simulated.Release], archs: Sequence[str]) -> di
     """The releases of each architecture for suites with tables of their own: sm100 where nothing is asked for."""
     wanted = archs or list(dict.fromkeys(one.arch for one in releases)) or ["sm100"]
     return {arch: [one.version for one in releases if one.arch == arch] for arch in wanted}
-
-
-@contextmanager
-def _progress() -> Generator[Advance]:
-    """What is told the thing at hand, the steps done and all steps: a bar on stderr where that is a terminal."""
-    err = console(stderr=True)
-    if not err.is_terminal:
-        yield lambda *_: None
-        return
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=err, transient=True) as bar:
-        shown = bar.add_task("", total=None)
-        yield lambda what, done, steps: bar.update(shown, description=what, completed=done, total=steps)

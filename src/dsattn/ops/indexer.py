@@ -15,11 +15,12 @@ from dsattn.ops.blocks import Block, buffer_bytes, run_blocks
 from dsattn.ops.inputs import IndexerInputs
 from dsattn.ops.numerics import exact_products
 from dsattn.ops.products import head_dots, mix_keys, mix_queries
+from dsattn.ops.softmax import unseen_or_none
 from dsattn.ops.support import Visible, accumulate
 
-# The dots of one tile, e.g. 8 rows x 64 heads x 2048 keys, should stay in a core's share of the cache.
-_TILE_KEYS = 2048
-_TILE_BYTES = 4 * 2**20
+# The dots of one tile, e.g. 8 rows x 64 heads x 512 keys, should stay in a core's share of the cache.
+_TILE_KEYS = 512
+_TILE_BYTES = 2**20
 
 
 def all_scores(x: IndexerInputs, support: Visible) -> Float[Tensor, "t s"]:
@@ -73,7 +74,8 @@ def block_scores(x: IndexerInputs, block: Block, keys: Tensor) -> Float[Tensor, 
     for rows, columns in _tiles(x, scores):
         dots = _dots(x, queries[rows], _tile_keys(keys, rows, columns))
         scores[rows, columns] = torch.bmm(weights[rows, None, :], dots).squeeze(1)
-    return scores.mul_(x.scale).add_(0.0)
+    # 0 + scale * score is +0 where the score is -0.
+    return torch.add(scores.new_zeros(()), scores, alpha=x.scale, out=scores)
 
 
 def block_scores_backward(
@@ -97,15 +99,17 @@ def block_scores_backward(
     d_scores = d_scores * x.scale
     for rows, columns in _tiles(x, d_scores):
         tile_keys, tile_seen, d_tile = _tile_keys(keys, rows, columns), seen[rows, columns], d_scores[rows, columns]
-        unseen = ~tile_seen[:, None, :]
+        unseen = unseen_or_none(tile_seen[:, None, :])
+        dots = _dots(x, queries[rows], tile_keys)
         # 0 * NaN and 0 * inf are NaN: what a row does not see is set to 0, never multiplied to 0.
-        dots = _dots(x, queries[rows], tile_keys).masked_fill_(unseen, 0)
-        d_weights[rows] += torch.bmm(dots, d_tile[:, :, None]).squeeze(2)
+        if unseen is not None:
+            dots.masked_fill_(unseen, 0)
+        d_weights[rows] += (dots * d_tile[:, None, :]).sum(2)
         d_dots = d_tile[:, None, :] * weights[rows, :, None]
         if x.relu:
-            # Not `dots > 0`: a NaN must not hide behind the gate. The relu's gradient at 0 is 0.
-            d_dots.masked_fill_(dots <= 0, 0)
-        else:
+            # 0 where dots <= 0, at unseen keys too: the relu's gradient at 0 is 0, and no NaN hides behind the gate.
+            d_dots = torch.ops.aten.threshold_backward(d_dots, dots, 0)
+        elif unseen is not None:
             d_dots.masked_fill_(unseen, 0)
         d_queries[rows] += mix_keys(d_dots, tile_keys, tile_seen)
         d_tile_keys = mix_queries(d_dots, queries[rows], tile_seen, keys.ndim == 2)
@@ -121,8 +125,10 @@ def block_weights_gradient(
     d_weights = torch.zeros_like(weights)
     for rows, columns in _tiles(x, d_scores):
         dots = _dots(x, queries[rows], _tile_keys(keys, rows, columns))
-        dots.masked_fill_(~seen[rows, columns][:, None, :], 0)
-        d_weights[rows] += torch.bmm(dots, d_scores[rows, columns][:, :, None]).squeeze(2)
+        unseen = unseen_or_none(seen[rows, None, columns])
+        if unseen is not None:
+            dots.masked_fill_(unseen, 0)
+        d_weights[rows] += (dots * d_scores[rows, None, columns]).sum(2)
     return d_weights.mul_(x.scale)
 
 
@@ -145,9 +151,9 @@ def _tiles(x: IndexerInputs, scores: Float[Tensor, "c n"]) -> Iterator[tuple[sli
     """Row and key ranges of the tiles of a block."""
     rows, keys = scores.shape
     on_cpu = scores.device.type == "cpu"
-    budget = _TILE_BYTES if on_cpu else buffer_bytes(scores.device)
-    tile_keys = min(keys, _TILE_KEYS) if on_cpu else keys
-    tile_rows = max(1, min(rows, budget // (x.weights.shape[1] * tile_keys * x.dtype.itemsize)))
+    budget = (_TILE_BYTES if on_cpu else buffer_bytes(scores.device)) // (x.weights.shape[1] * x.dtype.itemsize)
+    tile_keys = min(keys, max(_TILE_KEYS, budget // max(1, rows))) if on_cpu else keys
+    tile_rows = max(1, min(rows, budget // max(tile_keys, _TILE_KEYS if on_cpu else 1)))
     for key in range(0, keys, tile_keys):
         for row in range(0, rows, tile_rows):
             yield slice(row, min(row + tile_rows, rows)), slice(key, min(key + tile_keys, keys))

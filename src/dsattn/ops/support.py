@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dsattn.layouts import CausalLayout
 from dsattn.ops.blocks import Block, blocks_for, buffer_bytes, even_blocks, lanes_for, run_lanes
-from dsattn.ops.products import column_parts
 
-_CPU_PARTS = 4
+# On the CPU gathered keys, as large as a block, should leave room in the shared cache for what they are gathered from.
+_GATHERED_SHARE = 4
+# Widths of blocks with gathered keys: products have few shapes, see `ops.products`.
 _GRID = 256
 
 
@@ -51,8 +52,11 @@ class Support(ABC):
         """Which of the block's keys each of its rows sees."""
 
     @abstractmethod
-    def keys(self, block: Block, source: Tensor, dtype: torch.dtype) -> Tensor:
-        """The block's key rows of `source` [s, d]: [n, d] if rows share them, else per row, see `ops.products`."""
+    def keys(self, block: Block, source: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
+        """The block's key rows of `source` [s, d]: [n, d] if rows share them, else [c, n, d].
+
+        Keys per row are [c, parts, n, d / parts] if more parts than one are asked for, see `ops.products`.
+        """
 
     @abstractmethod
     def accumulator(self, width: int, dtype: torch.dtype) -> Tensor:
@@ -103,7 +107,7 @@ class Visible(Support):
         rows = slice(block.q_begin, block.q_end)
         return (keys >= self.start[rows, None]) & (keys < self.end[rows, None])
 
-    def keys(self, block: Block, source: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: D102
+    def keys(self, block: Block, source: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:  # noqa: D102
         return source[block.k_begin : block.k_end].to(dtype)
 
     def accumulator(self, width: int, dtype: torch.dtype) -> Tensor:  # noqa: D102
@@ -140,32 +144,32 @@ class Selected(Support):
 
     def blocks(self, pair_bytes: int, key_bytes: int) -> Sequence[Block]:  # noqa: D102
         device, width = self.ids.device, self.ids.shape[1]
-        row_bytes, budget = width * (pair_bytes + key_bytes), buffer_bytes(device)
-        if device.type != "cpu":
-            ranges = even_blocks(self.num_q, row_bytes, budget)
+        on_cpu, gathered = device.type == "cpu", key_bytes > 0
+        budget = buffer_bytes(device) // (_GATHERED_SHARE if on_cpu and gathered else 1)
+        ranges = even_blocks(self.num_q, width * (pair_bytes + key_bytes), budget)
+        if not on_cpu:
             return [Block(begin, end, 0, width) for begin, end in ranges] if self.num_k else []
-        # On the CPU it costs nothing to look how many slots are used. Few different widths: see `ops.products`.
-        ranges = even_blocks(self.num_q, row_bytes, budget // _CPU_PARTS)
+        # On the CPU it costs nothing to look how many slots are used.
         used = [int(self.lengths[begin:end].max()) for begin, end in ranges]
-        return [
-            Block(*rows, 0, min(width, -(-most // _GRID) * _GRID)) for rows, most in zip(ranges, used, strict=True) if most
-        ]
+        grid = _GRID if gathered else 1
+        ends = [min(width, -(-most // grid) * grid) for most in used]
+        return [Block(*rows, 0, end) for rows, end in zip(ranges, ends, strict=True) if end]
 
     def seen(self, block: Block) -> Bool[Tensor, "c n"]:  # noqa: D102
         slots = torch.arange(block.k_end, dtype=self.lengths.dtype, device=self.ids.device)
         return slots < self.lengths[block.q_begin : block.q_end, None]
 
-    def keys(self, block: Block, source: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: D102
-        ids, cpu = self.ids[block.q_begin : block.q_end, : block.k_end].clamp(min=0), self.ids.device.type == "cpu"
-        parts = column_parts(source.shape[1], dtype, source.device) if source.is_contiguous() else 1
+    def keys(self, block: Block, source: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:  # noqa: D102
+        ids, device = self.ids[block.q_begin : block.q_end, : block.k_end].clamp(min=0), self.ids.device
         if parts > 1:
-            ids = ids[:, None, :] * parts + torch.arange(parts, device=ids.device)[:, None]
-            source = source.view(len(source) * parts, -1)
+            ids = ids[:, None, :].long() * parts + torch.arange(parts, device=device)[:, None]
+            source = source.reshape(len(source) * parts, -1)
         # index_select: advanced indexing gathers whole rows 3 to 10 times slower on CPUs.
         rows = source.index_select(0, ids.flatten()).to(dtype).view(*ids.shape, -1)
         # An unused slot must not bring in what stands in key row 0: it may be NaN, and 0 * NaN is NaN.
-        if not cpu:
-            return rows.masked_fill_(~self.seen(block)[:, :, None], 0)
+        if device.type != "cpu":
+            unseen = ~self.seen(block)
+            return rows.masked_fill_(unseen.view(len(ids), *(1,) * (ids.ndim - 2), -1, 1), 0)
         for row, used in enumerate(self.lengths[block.q_begin : block.q_end].tolist()):
             if used < block.k_end:
                 rows[row, ..., used:, :] = 0

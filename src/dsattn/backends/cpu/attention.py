@@ -14,16 +14,18 @@ from dsattn.ops.attention import taken_by_sink
 from dsattn.ops.blocks import on_one_thread, run_blocks, run_lanes
 from dsattn.ops.inputs import AttentionInputs
 
+_FEW_NUMBERS = 64
+
 
 def attend(a: AttentionInputs, keys: Keys) -> tuple[Tensor, Tensor]:
     """Output [t, h, d_v] in kv's dtype and log-sum-exp [t, h] in the dtype of sums."""
-    out, lse = _attend(a, keys)
+    out, lse = _attend(a, keys, plan(a.kv.dtype, a.q.shape[1], a.value_dim)[0])
     return out[..., : a.value_dim].to(a.kv.dtype).contiguous(), lse
 
 
-def _attend(a: AttentionInputs, keys: Keys) -> tuple[Tensor, Tensor]:
-    """As the kernels write them: the output padded, in the dtype of the kernels."""
-    dtype, (t, heads, _) = dtype_for(a.kv.dtype), a.q.shape
+def _attend(a: AttentionInputs, keys: Keys, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As the kernels for `dtype` write them: the output padded, in that dtype."""
+    t, heads, _ = a.q.shape
     kv = operand(a.kv, dtype)
     q, scale = scaled(operand(a.q, dtype), a.softmax_scale)
     width, values = kv.shape[1], -(-a.value_dim // PAD) * PAD
@@ -45,14 +47,24 @@ def scaled(queries: Tensor, scale: float) -> tuple[Tensor, float]:
     return (-queries, -scale) if scale < 0 else (queries, scale)
 
 
+def plan(dtype: torch.dtype, heads: int, value_dim: int) -> tuple[torch.dtype, bool]:
+    """The dtype of the kernels, and whether a backward computes the output again, unrounded.
+
+    delta = d_out . out loses what `out` lost when it was rounded. In fp16, numbers below the least normal one have lost
+    most of their digits; and where a row has few numbers, their roundings do not cancel.
+    """
+    few = dtype == torch.bfloat16 and heads * value_dim < _FEW_NUMBERS
+    return torch.float32 if few else dtype_for(dtype), few or dtype == torch.float16
+
+
 def attend_backward(
     a: AttentionInputs, keys: Keys, out: Tensor, lse: Tensor, d_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of q, kv and sink (None without one), in their dtypes."""
-    dtype, (t, heads, _), s = dtype_for(a.kv.dtype), a.q.shape, a.kv.shape[0]
-    if a.kv.dtype == torch.float16:
-        # Numbers below its least normal one have lost most of their digits.
-        out, lse = _attend(a, keys)
+    (t, heads, _), s = a.q.shape, a.kv.shape[0]
+    dtype, again = plan(a.kv.dtype, heads, a.value_dim)
+    if again:
+        out, lse = _attend(a, keys, dtype)
     q, kv, out, d_out = (operand(x, dtype) for x in (a.q, a.kv, out, d_out))
     width, values = kv.shape[1], out.shape[2]
     lse = lse.to(a.dtype).contiguous()

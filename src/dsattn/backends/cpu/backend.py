@@ -17,16 +17,33 @@ from dsattn.ops.loss import indexer_kl
 from dsattn.ops.support import Selected, Visible
 from dsattn.spec.problem import Problem
 
-_FUNCTIONS = {
-    ("indexer_scores", False): ("indexer_scores",),
-    ("indexer_scores", True): ("scores_backward",),
-    ("indexer_topk", False): ("indexer_scores", "topk"),
-    ("sparse_attention", False): ("attend",),
-    ("sparse_attention", True): ("attend_backward",),
-    ("dense_attention", False): ("attend",),
-    ("dense_attention", True): ("attend_backward",),
-    ("indexer_loss", False): ("teacher", "indexer_scores", "gathered_scores", "scores_backward"),
+_SCORES = {
+    "indexer_scores": ("indexer_scores",),
+    "indexer_topk": ("indexer_scores", "topk"),
+    "indexer_loss": ("indexer_scores", "gathered_scores"),
 }
+
+
+def _needed(problem: Problem) -> set[tuple[str, torch.dtype]]:
+    """The libraries of a problem: sources and the dtypes that they are built for."""
+    x, a, found = problem.indexer, problem.attention, set[tuple[str, torch.dtype]]()
+
+    def add(dtype: torch.dtype, *functions: str) -> None:
+        found.update((source, dtype) for source in kernels.sources(*functions))
+
+    if problem.operator.endswith("attention") and a is not None:
+        dtype, again = attention.plan(a.dtype, a.heads, a.value_width)
+        add(dtype, "attend_backward" if problem.backward else "attend")
+        if problem.backward and again:
+            add(dtype, "attend")
+    if not problem.backward and x is not None:
+        add(build.dtype_for(x.dtype), *_SCORES[problem.operator])
+    if problem.operator == "indexer_loss" and a is not None:
+        add(build.dtype_for(a.dtype), "teacher")
+    if problem.operator == "indexer_loss" or (problem.backward and x is not None):
+        # All gradients of the indexer run in fp32.
+        add(torch.float32, "scores_backward")
+    return found
 
 
 class CpuBackend(Backend):
@@ -57,11 +74,7 @@ class CpuBackend(Backend):
         dtypes = {sizes.dtype for sizes in (problem.indexer, problem.attention) if sizes is not None}
         if torch.float64 in dtypes:
             return "its kernels have no float64"
-        functions = _FUNCTIONS[problem.operator, problem.backward]
-        needed = {(source, build.dtype_for(dtype)) for dtype in dtypes for source in kernels.sources(*functions)}
-        if "scores_backward" in functions:
-            needed |= {(source, torch.float32) for source in kernels.sources("scores_backward")}
-        return self._unbuilt(needed)
+        return self._unbuilt(_needed(problem))
 
     def launches(self, problem: Problem) -> frozenset[Launch]:
         """One: rows are told of their keys one by one, so layouts make no difference."""

@@ -23,11 +23,12 @@ from dsattn.errors import BackendMissing, DsattnError
 from dsattn.wheels import cache_folder, scratch
 
 FOLDER = Path(__file__).parent
-FLAGS = ("-O3", "-std=gnu11", "-fno-strict-aliasing", "-fno-math-errno", "-shared", "-fPIC")
+FLAGS: tuple[str, ...] = ("-O3", "-std=gnu11", "-fno-strict-aliasing", "-fno-math-errno", "-shared", "-fPIC")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
 LEVELS = {
-    "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
-    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
-    "avx2": ("-march=x86-64-v3",),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512": _AVX512,
+    "avx2": ("-mavx2", "-mfma"),
     "portable": (),
 }
 """Instruction sets that the sources are written for, best first, and what a compiler is told of them."""

@@ -99,7 +99,8 @@ class ScoresBackward:
         self.x, self.keys = x, keys
         self.index_k = operand(x.index_k, x.dtype)
         self.d_index_q = torch.zeros_like(x.index_q, dtype=unscaled_gradient_dtype(x.index_q.dtype))
-        self.d_weights = torch.zeros_like(x.weights, dtype=x.dtype)
+        # Not zeros_like, which would keep the strides of a view.
+        self.d_weights = torch.zeros(x.weights.shape, dtype=x.dtype, device=x.weights.device)
 
     def add(self, begin: int, end: int, d_scores: Tensor, column: int, total: Tensor) -> None:
         """Writes the rows [begin, end) and adds the gradient of their keys to `total`, [s, padded d_i] fp32.

@@ -39,6 +39,15 @@ LOCAL void fetch_rows(const void *table, int64_t row_bytes, keys_of_row keys, in
 /* Where a row begins in a table of scores whose first column is key `column`, of a selection its slot 0. */
 INLINE int64_t table_column(keys_of_row keys, int64_t column) { return keys.ids ? 0 : keys.first - column; }
 
+/* Under the address sanitizer pieces of memory lie apart, and what is between them may not be touched. */
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#define GAP 64
+#else
+#define GAP 0
+#define ASAN_POISON_MEMORY_REGION(from, bytes) ((void)(from), (void)(bytes))
+#endif
+
 /* Memory for one call, handed out in pieces that begin at 64 bytes. The first pass only counts. */
 typedef struct {
     char *base;
@@ -46,8 +55,10 @@ typedef struct {
 } arena;
 
 LOCAL void *take(arena *from, int64_t bytes) {
-    void *piece = from->base ? from->base + from->used : NULL;
-    from->used += padded(bytes, 64);
+    char *piece = from->base ? from->base + from->used : NULL;
+    int64_t whole = padded(bytes, 64) + GAP;
+    if (piece) ASAN_POISON_MEMORY_REGION(piece + bytes, whole - bytes);
+    from->used += whole;
     return piece;
 }
 #define TAKE(from, type, n) ((type *)take(from, (int64_t)sizeof(type) * (n)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import zipfile
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from packaging.version import InvalidVersion, Version
 
 from dsattn.errors import BadInput
 from dsattn.integrations.megatron_module import DISTRIBUTION
-from dsattn.wheels import cache_folder, scratch, wheel
+from dsattn.wheels import cache_folder, put, scratch, wheel
 
 
 def unpacked(version: str, cache: Path | None = None) -> Path:
@@ -36,15 +35,5 @@ def unpacked(version: str, cache: Path | None = None) -> Path:
     with scratch(folder.parent) as fresh:
         with zipfile.ZipFile(path) as archive:
             archive.extractall(fresh / "whole")
-        _moved(fresh / "whole", folder)
+        put(fresh / "whole", folder)
     return folder
-
-
-def _moved(whole: Path, folder: Path) -> None:
-    """Puts a complete folder in its place; another process may have been faster, and has the same one there."""
-    try:
-        whole.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        shutil.rmtree(whole)

@@ -1,0 +1,1 @@
+"""Released libraries that compute the same, and how each is driven; one file for each."""
