@@ -7,7 +7,6 @@ out[i, h] = sum_j exp(logit - logaddexp(lse, sink_h)) * kv[j, :d_v]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,22 +16,21 @@ from torch.nn.functional import pad
 from dsattn.ops.blocks import Block, on_one_thread, run_blocks
 from dsattn.ops.inputs import AttentionInputs
 from dsattn.ops.numerics import exact_products
-from dsattn.ops.products import column_parts, head_dots, mix_keys, mix_queries
+from dsattn.ops.products import head_dots, mix_keys, mix_queries
 from dsattn.ops.softmax import masked_softmax, unseen_or_none
 from dsattn.ops.support import Support, accumulate
-
-
-def attention_keys(x: AttentionInputs, support: Support, block: Block) -> Tensor:
-    """A block's key rows in the dtype of logits, see `ops.products`."""
-    return support.keys(block, x.kv, x.dtype, column_parts(x.kv.shape[1], x.kv.dtype, x.kv.device))
 
 
 def attention_probabilities(
     x: AttentionInputs, queries: Float[Tensor, "c h d_qk"], keys: Tensor, seen: Bool[Tensor, "c n"]
 ) -> tuple[Float[Tensor, "c h n"], Float[Tensor, "c h"]]:
     """Softmax over each row's keys without the sink, and its log-sum-exp."""
-    logits = head_dots(queries, keys).mul_(x.softmax_scale)
+    logits = _dots(x, queries, keys).mul_(x.softmax_scale)
     return masked_softmax(logits, seen[:, None, :])
+
+
+def _dots(x: AttentionInputs, queries: Float[Tensor, "c h d"], keys: Tensor) -> Float[Tensor, "c h n"]:
+    return head_dots(queries, keys, short_sums=x.kv.dtype == torch.float32)
 
 
 def _blocks(x: AttentionInputs, support: Support, tables: int = 1) -> Sequence[Block]:
@@ -46,13 +44,12 @@ def attend(x: AttentionInputs, support: Support) -> tuple[Float[Tensor, "t h d_v
     Semantics: a row with no key gives output 0 and log-sum-exp -inf; unused slots read no key row.
     """
     t, heads, _ = x.q.shape
-    x = replace(x, kv=x.kv.contiguous())
     out = torch.zeros(t, heads, x.value_dim, dtype=x.kv.dtype, device=x.q.device)
     lse = torch.full((t, heads), -torch.inf, dtype=x.dtype, device=x.q.device)
 
     def work(block: Block) -> None:
         rows = slice(block.q_begin, block.q_end)
-        seen, keys = support.seen(block), attention_keys(x, support, block)
+        seen, keys = support.seen(block), support.keys(block, x.kv, x.dtype)
         weights, lse[rows] = attention_probabilities(x, x.q[rows].to(x.dtype), keys, seen)
         if x.sink is not None:
             weights *= _kept_by_sink(lse[rows], x.sink)[:, :, None]
@@ -67,7 +64,7 @@ def attend_backward(
     x: AttentionInputs, support: Support, d_out: Float[Tensor, "t h d_v"]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of q, kv and sink (None without one), in their dtypes; logits are computed again."""
-    width, x = x.kv.shape[1], replace(x, kv=x.kv.contiguous())
+    width = x.kv.shape[1]
     d_q = torch.zeros_like(x.q, memory_format=torch.contiguous_format)
     # Summed over rows at the end, so that the order of the sum does not depend on threads.
     d_row_sink = torch.zeros(x.q.shape[:2], dtype=x.dtype, device=x.q.device) if x.sink is not None else None
@@ -75,13 +72,13 @@ def attend_backward(
     def work(block: Block, totals: Sequence[Tensor]) -> None:
         rows = slice(block.q_begin, block.q_end)
         queries, d_block = x.q[rows].to(x.dtype), d_out[rows].to(x.dtype)
-        seen, keys = support.seen(block), attention_keys(x, support, block)
+        seen, keys = support.seen(block), support.keys(block, x.kv, x.dtype)
         weights, lse = attention_probabilities(x, queries, keys, seen)
         unseen = unseen_or_none(seen[:, None, :])
         # 0 * NaN and 0 * inf are NaN: what a row does not see is set to 0, never multiplied to 0.
         if x.sink is not None:
             weights = _zero(weights.mul_(_kept_by_sink(lse, x.sink)[:, :, None]), unseen)
-        d_weights = _zero(head_dots(d_block, keys), unseen)
+        d_weights = _zero(_dots(x, d_block, keys[..., : x.value_dim]), unseen)
         delta = (weights * d_weights).sum(-1)
         if d_row_sink is not None and x.sink is not None:
             d_row_sink[rows] = -taken_by_sink(lse, x.sink) * delta

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dsattn.ops.attention import attention_keys, attention_probabilities
+from dsattn.ops.attention import attention_probabilities
 from dsattn.ops.blocks import Block, on_one_thread
 from dsattn.ops.indexer import block_scores, block_scores_backward
 from dsattn.ops.inputs import AttentionInputs, IndexerInputs, LossOptions
@@ -77,10 +76,6 @@ class LossProducts(ABC):
 class TorchProducts(LossProducts):
     """The products of `dsattn.ops`."""
 
-    def __init__(self, x: IndexerInputs, a: AttentionInputs, support: Support, parallel: bool) -> None:
-        # Every block gathers from it.
-        super().__init__(x, replace(a, kv=a.kv.contiguous()), support, parallel)
-
     def blocks(self) -> Sequence[Block]:  # noqa: D102
         x, a = self.x, self.a
         # Ranks may hold different numbers of heads, but have to cut their rows alike.
@@ -90,7 +85,7 @@ class TorchProducts(LossProducts):
 
     def head_sum(self, block: Block, seen: Bool[Tensor, "c n"]) -> Float[Tensor, "c n"]:  # noqa: D102
         a = self.a
-        keys = attention_keys(a, self.support, block)
+        keys = self.support.keys(block, a.kv, a.dtype)
         queries = a.q[block.q_begin : block.q_end].to(a.dtype)
         return attention_probabilities(a, queries, keys, seen)[0].sum(1)
 

@@ -1,7 +1,7 @@
 """The three products of every operator, over keys that rows share or that each row has for itself.
 
-Shared keys are [n, d]: one product for all rows of a block, with a mask of who sees what. Keys per row are [c, n, d],
-gathered for the selection of each; or [c, p, n, d / p], the same with the columns in p parts one after the other.
+Shared keys are [n, d]: one product for all rows of a block, with a mask of who sees what. Keys per row are [c, n, d]:
+the gathered keys of each row's selection.
 
 Large fp32 products on x86 CPUs run by oneDNN, which uses AVX-512 on all of them. MKL, which is behind `@`, does so on
 Intel's alone: elsewhere it has half the speed.
@@ -9,7 +9,7 @@ Intel's alone: elsewhere it has half the speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -25,32 +25,24 @@ _LARGE = 2**22
 # into parts of one size, one part on a grid, and a rest that does not go there.
 _PART = 1024
 _GRID = 64
-# It adds the terms of a sum one by one: errors grow with their number. Those of dots become factors in the softmax.
+# It adds the terms of a sum one by one: errors grow with their number. Those of dots become factors in a softmax.
 _DOT_TERMS = 192
 
 
-def column_parts(width: int, dtype: torch.dtype, device: torch.device) -> int:
-    """In how many parts the columns of keys per row are gathered, so that no dot of oneDNN's has many terms.
+def head_dots(queries: Float[Tensor, "c h d"], keys: Tensor, short_sums: bool = True) -> Float[Tensor, "c h n"]:
+    """queries[i, h] . keys[j] for every row, head and key.
 
-    Keys of less precision than fp32 are left whole: so are their results.
+    Args:
+        queries: of the rows.
+        keys: of all rows or per row.
+        short_sums: whether rounding errors of long sums would be felt, as where results are not rounded to 16 bits.
     """
-    if dtype != torch.float32 or device.type != "cpu" or width % 8 or _onednn() is None:
-        return 1
-    return next(parts for parts in range(-(-width // _DOT_TERMS), width + 1) if width % parts == 0)
-
-
-def head_dots(queries: Float[Tensor, "c h d"], keys: Tensor) -> Float[Tensor, "c h n"]:
-    """queries[i, h] . keys[j] for every row, head and key, over the first d columns of the keys."""
-    shared, d = keys.ndim == 2, queries.shape[2]
-    large = _large(keys, queries.shape[1] * d * keys.shape[-2] * (len(queries) if shared else 1))
-    if keys.ndim == 4:
-        width, columns = keys.shape[3], keys.unbind(1)
-    else:
-        width = -(-d // -(-d // _DOT_TERMS)) if large and shared else d
-        columns = keys.split(width, -1)
+    shared, (rows, heads, d) = keys.ndim == 2, queries.shape
+    large = _large(keys, heads * d * keys.shape[-2] * (rows if shared else 1))
+    width = _DOT_TERMS if large and short_sums else d
     dots = _shared_dots if shared else _row_dots
-    pairs = zip(queries.split(width, -1), columns, strict=False)
-    return reduce(Tensor.add_, (dots(q, k[..., : q.shape[2]], large) for q, k in pairs)).contiguous()
+    pairs = zip(queries.split(width, -1), keys.split(width, -1), strict=True)
+    return reduce(Tensor.add_, (dots(*pair, large) for pair in pairs)).contiguous()
 
 
 def mix_keys(
@@ -60,9 +52,6 @@ def mix_keys(
 
     A bad key touches only who sees it.
     """
-    if keys.ndim == 4:
-        parts = keys.unbind(1) if width is None else keys.unbind(1)[: -(-width // keys.shape[3])]
-        return torch.cat([mix_keys(factors, part, seen) for part in parts], -1)[..., :width]
     if keys.ndim == 3:
         if not _large(keys, factors[0].numel() * keys.shape[2]):
             return torch.bmm(factors, keys[..., :width])
@@ -140,7 +129,7 @@ def _onednn() -> Any:
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
-def _parts(n: int, large: bool) -> Sequence[slice]:
+def _parts(n: int, large: bool) -> list[slice]:
     """Ranges of `_PART`, one of what is left of it on the grid, and one of the rest; all in one if it is not large."""
     if not large:
         return [slice(0, n)]

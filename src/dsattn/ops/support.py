@@ -52,11 +52,8 @@ class Support(ABC):
         """Which of the block's keys each of its rows sees."""
 
     @abstractmethod
-    def keys(self, block: Block, source: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:
-        """The block's key rows of `source` [s, d]: [n, d] if rows share them, else [c, n, d].
-
-        Keys per row are [c, parts, n, d / parts] if more parts than one are asked for, see `ops.products`.
-        """
+    def keys(self, block: Block, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """The block's key rows of `source` [s, d]: [n, d] if rows share them, else [c, n, d]."""
 
     @abstractmethod
     def accumulator(self, width: int, dtype: torch.dtype) -> Tensor:
@@ -107,7 +104,7 @@ class Visible(Support):
         rows = slice(block.q_begin, block.q_end)
         return (keys >= self.start[rows, None]) & (keys < self.end[rows, None])
 
-    def keys(self, block: Block, source: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:  # noqa: D102
+    def keys(self, block: Block, source: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: D102
         return source[block.k_begin : block.k_end].to(dtype)
 
     def accumulator(self, width: int, dtype: torch.dtype) -> Tensor:  # noqa: D102
@@ -159,20 +156,16 @@ class Selected(Support):
         slots = torch.arange(block.k_end, dtype=self.lengths.dtype, device=self.ids.device)
         return slots < self.lengths[block.q_begin : block.q_end, None]
 
-    def keys(self, block: Block, source: Tensor, dtype: torch.dtype, parts: int = 1) -> Tensor:  # noqa: D102
-        ids, device = self.ids[block.q_begin : block.q_end, : block.k_end].clamp(min=0), self.ids.device
-        if parts > 1:
-            ids = ids[:, None, :].long() * parts + torch.arange(parts, device=device)[:, None]
-            source = source.reshape(len(source) * parts, -1)
+    def keys(self, block: Block, source: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: D102
+        ids = self.ids[block.q_begin : block.q_end, : block.k_end]
         # index_select: advanced indexing gathers whole rows 3 to 10 times slower on CPUs.
-        rows = source.index_select(0, ids.flatten()).to(dtype).view(*ids.shape, -1)
+        rows = source.index_select(0, ids.clamp(min=0).flatten()).to(dtype).view(*ids.shape, -1)
         # An unused slot must not bring in what stands in key row 0: it may be NaN, and 0 * NaN is NaN.
-        if device.type != "cpu":
-            unseen = ~self.seen(block)
-            return rows.masked_fill_(unseen.view(len(ids), *(1,) * (ids.ndim - 2), -1, 1), 0)
-        for row, used in enumerate(self.lengths[block.q_begin : block.q_end].tolist()):
+        if ids.device.type != "cpu":
+            return rows.masked_fill_(~self.seen(block)[:, :, None], 0)
+        for row, used in zip(rows.unbind(), self.lengths[block.q_begin : block.q_end].tolist(), strict=True):
             if used < block.k_end:
-                rows[row, ..., used:, :] = 0
+                row[used:] = 0
         return rows
 
     def accumulator(self, width: int, dtype: torch.dtype) -> Tensor:  # noqa: D102
