@@ -40,7 +40,7 @@ NOINLINE void softmax_block(forward_scratch *s, int64_t head, int64_t wide, int6
     high = above(high, next);
     /* Of nothing but -inf nothing is subtracted: inf - inf is NaN. */
     vec from = pick(high == -INFINITY, splat(0), high);
-    vec kept = exponential(pick(before == high, splat(0), before - from) * scale);
+    vec kept = share_kept(before, high, scale);
     for (int64_t j = 0; j < keys; j += WORD_ELEMENTS) {
         vec a = exponential((load(sums + j * wide) - from) * scale);
         total += a;
@@ -70,7 +70,7 @@ static void attend_row(forward_scratch *s, const element *query, const element *
                        const float *sink, element *out, float *lse, int64_t heads, int64_t width, int64_t values,
                        float scale) {
     int64_t wide = padded(heads, LANES), count = width / WORD_ELEMENTS;
-    pack_heads(s->heads, (const word *)query, heads, count, wide);
+    pack(s->heads, (const word *)query, heads, count, wide);
     for (int64_t h = 0; h < wide; h++) s->largest[h] = -INFINITY, s->total[h] = 0;
     memset(s->result, 0, sizeof(float) * heads * values);
     for (int64_t slot = 0; slot < keys.count; slot += KEYS) {

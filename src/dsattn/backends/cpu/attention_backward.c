@@ -105,8 +105,8 @@ static void begin_row(backward_scratch *s, const element *query, const element *
         s->delta[h] = h < heads ? delta[h] : 0;
     }
     for (int64_t h = 0; h < heads; h++) s->result_rows[h] = result + h * width;
-    pack_heads(s->heads, (const word *)query, heads, width / WORD_ELEMENTS, wide);
-    pack_heads(s->upstream_heads, (const word *)upstream, heads, values / WORD_ELEMENTS, wide);
+    pack(s->heads, (const word *)query, heads, width / WORD_ELEMENTS, wide);
+    pack(s->upstream_heads, (const word *)upstream, heads, values / WORD_ELEMENTS, wide);
     mix_heads(s, query, upstream, heads, width, values);
 }
 

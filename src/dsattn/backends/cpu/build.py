@@ -1,7 +1,8 @@
 """The C sources, compiled for this machine on first use and loaded.
 
-A library is one source for one dtype. It stands in the cache under the digest of all that it is made of: the sources,
-the compiler and the flags. It is written under another name and renamed, so any number of processes may start at once.
+A library is one source for one dtype. It stands in the cache under the digest of all that it is made of (the sources,
+the compiler and the flags) and that of its content. It is written under another name and renamed, so any number of
+processes may start at once.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ def compiler() -> list[str]:
     Raises:
         BackendMissing: there is none.
     """
-    named = shlex.split(os.environ.get("CC", ""))
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise BackendMissing("C compiler", given=f"CC={os.environ['CC']!r} ({error})", fix="correct CC") from error
     for command in [named] if named else [["cc"], ["gcc"], ["clang"]]:
         path = shutil.which(command[0])
         if path is not None:
@@ -99,7 +103,7 @@ def library(source: str, dtype: torch.dtype) -> ctypes.CDLL:
                 _LOADED[key] = ctypes.CDLL(str(_built(source, dtype)))
             except BackendMissing as error:
                 _LOADED[key] = error
-            except (DsattnError, OSError) as error:
+            except (DsattnError, OSError, ImportError) as error:
                 _LOADED[key] = BackendMissing(f"the library of {source}.c", given=str(error))
         found = _LOADED[key]
     if isinstance(found, BackendMissing):
@@ -111,11 +115,13 @@ def _built(source: str, dtype: torch.dtype) -> Path:
     command = compiler()
     flags = [*FLAGS, *LEVELS[level()], f"-D{DTYPES[dtype]}"]
     folder = cache_folder() / "cpu"
-    path = folder / f"{source}-{DTYPES[dtype].lower()}-{_digest(command, flags)}.so"
-    if path.is_file():
-        return path
+    name = f"{source}-{DTYPES[dtype].lower()}-{_digest(command, flags)}"
+    # Loading a file that was damaged after it was written may end the process, so it is looked at first.
+    for path in folder.glob(f"{name}-*.so"):
+        if path.stem.endswith(_content(path)):
+            return path
     with scratch(folder) as fresh:
-        made = fresh / path.name
+        made = fresh / f"{name}.so"
         whole = [*command, *flags, "-o", str(made), str(FOLDER / f"{source}.c"), "-lm"]
         try:
             done = subprocess.run(whole, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_LIMIT_S)
@@ -124,7 +130,7 @@ def _built(source: str, dtype: torch.dtype) -> Path:
         if done.returncode or not made.is_file():
             raise _failed(source, whole, done.stderr.strip() or f"exit code {done.returncode}")
         # Another process may have been faster; a rename replaces its file with the same one, whole.
-        return made.replace(path)
+        return made.replace(folder / f"{name}-{_content(made)}.so")
 
 
 def _failed(source: str, command: list[str], told: str) -> BackendMissing:
@@ -142,6 +148,20 @@ def sources_digest() -> str:
     return digest.hexdigest()[:32]
 
 
+def _content(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
 def _digest(command: list[str], flags: list[str]) -> str:
     parts = [sources_digest(), *command, about(tuple(command)), *flags, platform.machine()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _after_fork() -> None:
+    """The lock of a process may have been taken for ever by a thread that its child does not have."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

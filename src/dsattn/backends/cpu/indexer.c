@@ -43,7 +43,7 @@ static int prepare(indexer_scratch *s, arena *memory, int64_t heads, int64_t wid
 
 static void begin_row(indexer_scratch *s, const element *query, const float *weights, int64_t heads, int64_t width) {
     int64_t wide = padded(heads, LANES);
-    pack_heads(s->heads, (const word *)query, heads, width / WORD_ELEMENTS, wide);
+    pack(s->heads, (const word *)query, heads, width / WORD_ELEMENTS, wide);
     for (int64_t h = 0; h < wide; h++) s->weights[h] = h < heads ? weights[h] : 0;
 }
 

@@ -9,7 +9,8 @@ EXPORT double peak(int64_t rounds, const word *factor, float *result) {
     /* Read at run time: the compiler may not know that a product is 0. */
     word a = factor[0];
     words b = load_words(factor);
-    for (int64_t r = 0; r < rounds; r++) EACH (i, 16) sum[i] = add_product(sum[i], a, b);
+    for (int64_t r = 0; r < rounds; r++)
+        EACH (i, 16) sum[i] = add_product(sum[i], a, b);
     for (int i = 0; i < 16; i++) store(result + i * LANES, sum[i]);
     return (double)rounds * 16 * 2 * WORD_ELEMENTS * LANES;
 }

@@ -59,7 +59,7 @@ DOT_TILE(2, 1)
 /* sums[key][head] = sum over words of rows[key][w] * heads[w][head].
 
    sums: [keys][padded heads]. rows: one address for each of `keys`, which is a multiple of 8. heads: `count` rows of
-   padded heads, as pack_heads makes them. */
+   padded heads, as `pack` makes them. */
 LOCAL void dots(float *sums, const word *const *rows, int64_t keys, const word *heads, int64_t padded_heads,
                 int64_t count) {
     int64_t vectors = padded_heads / LANES;
@@ -169,13 +169,5 @@ LOCAL void mix_keys(float *const *to, int64_t rows, int64_t columns, const float
         int64_t wide = at_most(STRIP, columns - c);
         int64_t words = mixed_rows(from, keys, count, buffer, c, wide, nothing);
         mix(to, rows, c, wide, kept, factors, stride, 1, from, 0, scale == 1 ? 0 : words, scale, words);
-    }
-}
-
-/* The heads of one query row, [heads][words], as [words][padded heads]; those beyond the last are 0. */
-LOCAL void pack_heads(word *to, const word *from, int64_t heads, int64_t count, int64_t padded_heads) {
-    for (int64_t w = 0; w < count; w++) {
-        for (int64_t h = 0; h < heads; h++) to[w * padded_heads + h] = from[h * count + w];
-        for (int64_t h = heads; h < padded_heads; h++) to[w * padded_heads + h] = 0;
     }
 }

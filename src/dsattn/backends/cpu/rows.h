@@ -39,6 +39,14 @@ LOCAL void fetch_rows(const void *table, int64_t row_bytes, keys_of_row keys, in
 /* Where a row begins in a table of scores whose first column is key `column`, of a selection its slot 0. */
 INLINE int64_t table_column(keys_of_row keys, int64_t column) { return keys.ids ? 0 : keys.first - column; }
 
+/* What is kept of a sum of exponentials when `high` takes the place of its largest dot, `before`.
+
+   Where that was -inf nothing has been summed, and its product with a scale of 0 would be NaN. */
+INLINE vec share_kept(vec before, vec high, float scale) {
+    mask unchanged = (mask)(before == high) | (mask)(before == -INFINITY);
+    return exponential(pick(unchanged, splat(0), before - high) * scale);
+}
+
 /* Under the address sanitizer pieces of memory lie apart, and what is between them may not be touched. */
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>

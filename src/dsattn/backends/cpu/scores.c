@@ -18,14 +18,8 @@
 
 /* Packs the panels [begin, end) of index_k [s, words]; keys from s on are 0. */
 EXPORT int pack_keys(const word *keys, word *panels, int64_t begin, int64_t end, int64_t num_keys, int64_t count) {
-    for (int64_t p = begin; p < end; p++) {
-        word *panel = panels + p * PANEL * count;
-        int64_t some = at_most(PANEL, num_keys - p * PANEL);
-        for (int64_t w = 0; w < count; w++) {
-            for (int64_t k = 0; k < some; k++) panel[w * PANEL + k] = keys[(p * PANEL + k) * count + w];
-            for (int64_t k = some; k < PANEL; k++) panel[w * PANEL + k] = 0;
-        }
-    }
+    for (int64_t p = begin; p < end; p++)
+        pack(panels + p * PANEL * count, keys + p * PANEL * count, at_most(PANEL, num_keys - p * PANEL), count, PANEL);
     return 0;
 }
 

@@ -39,8 +39,7 @@ static void row_softmax(teacher_scratch *s, const element *kv, keys_of_row keys,
             for (int64_t j = 0; j < found; j++) high = above(load(s->sums + j * wide + h), high);
             vec from = pick(high == -INFINITY, splat(0), high);
             for (int64_t j = 0; j < found; j++) sum += exponential((load(s->sums + j * wide + h) - from) * scale);
-            store(total + h,
-                  load(total + h) * exponential(pick(before == high, splat(0), before - from) * scale) + sum);
+            store(total + h, load(total + h) * share_kept(before, high, scale) + sum);
             store(largest + h, high);
         }
     }
@@ -81,7 +80,7 @@ EXPORT int teacher(const element *q, const element *kv, const int32_t *ids, int6
         keys_of_row keys = keys_of(ids, slots, first, count, row);
         if (keys.count <= 0) continue;
         float *sums = table + (row - begin) * columns + table_column(keys, column);
-        pack_heads(s.heads, (const word *)(q + row * heads * width), heads, width / WORD_ELEMENTS, wide);
+        pack(s.heads, (const word *)(q + row * heads * width), heads, width / WORD_ELEMENTS, wide);
         if (!lse) row_softmax(&s, kv, keys, wide, width, (float)scale);
         if (lse) memcpy(s.total, lse + row * heads, sizeof(float) * heads);
         for (int64_t h = heads; h < wide; h++) s.total[h] = 1;

@@ -161,3 +161,15 @@ INLINE void store_rounded(element *to, vec x) { store(to, x); }
 INLINE float number(element x) { return x; }
 
 #endif
+
+/* Rows [rows][count] as columns [count][stride], the rows from the last one on to `stride` 0. */
+LOCAL void pack(word *to, const word *from, int64_t rows, int64_t count, int64_t stride) {
+    /* A strip of words at a time: what is written stays in the nearest cache until its lines are full. */
+    for (int64_t begin = 0; begin < count; begin += 16) {
+        int64_t end = at_most(begin + 16, count);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t w = begin; w < end; w++) to[w * stride + r] = from[r * count + w];
+        for (int64_t w = begin; w < end; w++)
+            for (int64_t r = rows; r < stride; r++) to[w * stride + r] = 0;
+    }
+}
