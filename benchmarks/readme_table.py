@@ -13,7 +13,7 @@ from typing import Any
 
 from blocks import ROOT, row, write
 
-HEAD = "| operator | dtype | checks that hold | recall mean / min | results | gradients | share of budget |"
+HEAD = "| operator | dtype | backend | checks that hold | recall mean / min | results | gradients | share of budget |"
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     machine = f"{where['cpu']}, {where['cores']} cores, torch {where['torch']}, Python {where['python']}"
     suites = " and ".join(dict.fromkeys(record["suite"] for record in run["records"]))
     note = (
-        f"Suites {suites}, backend torch on {machine}, {where['date'][:10]}. Results and gradients: relative error "
+        f"Suites {suites} on {machine}, {where['date'][:10]}. Results and gradients: relative error "
         "against the float64 oracle, median of all cases / largest. The largest come from cases that are "
         "ill-conditioned on purpose, such as logits spread over 300 nats. The budget of each element is twice "
         "(gradients: three times) the error of a plain run in the same precision, as matrix units round, plus rounding "
@@ -36,12 +36,12 @@ def main() -> None:
 
 
 def rows(records: list[dict[str, Any]]) -> list[str]:
-    """One line per operator and dtype."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in records:
-        groups.setdefault((record["operator"], record["dtype"]), []).append(record)
+    """One line per operator, dtype and backend."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for record in sorted(records, key=lambda record: (record["dtype"] != "fp32", record["backend"])):
+        groups.setdefault((record["operator"], record["dtype"], record["backend"]), []).append(record)
     lines = []
-    for (operator, dtype), group in groups.items():
+    for (operator, dtype, backend), group in groups.items():
         held = sum(record["verdict"] == "pass" for record in group)
         metrics = [record["metrics"] for record in group]
         recalls = [m for m in metrics if "recall_mean" in m]
@@ -52,7 +52,7 @@ def rows(records: list[dict[str, Any]]) -> list[str]:
         forward = [found["relative_error"] for name, found in results if not name.startswith("d_")]
         backward = [found["relative_error"] for name, found in results if name.startswith("d_")]
         shares = [found["share_of_budget"] for _, found in results]
-        cells = [operator.replace(":", ", "), dtype, f"{held} of {len(group)}", recall]
+        cells = [operator.replace(":", ", "), dtype, backend, f"{held} of {len(group)}", recall]
         cells += [f"{median(errors):.1e} / {max(errors):.1e}" if errors else "-" for errors in (forward, backward)]
         lines.append(row([*cells, f"{max(shares):.0%}" if shares else "-"]))
     return lines

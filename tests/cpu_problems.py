@@ -109,7 +109,7 @@ def difference(got: dict[str, Any], wanted: dict[str, Any], dtype: torch.dtype) 
         x = _kept(wanted, wanted["scores"]) if name == "topk" else x
         if other.shape != x.shape or other.dtype != x.dtype:
             return f"{name}: {other.dtype} {list(other.shape)}, not {x.dtype} {list(x.shape)}"
-        x, other = x.double(), other.double()
+        x, other = x.detach().double(), other.detach().double()
         finite = x.isfinite()
         if not torch.equal(x[~finite], other[~finite]):
             return f"{name}: other places of NaN or infinities"

@@ -1,8 +1,8 @@
 """The kernels of the backend `cpu` under the address and the undefined-behaviour sanitizer: python tests/sanitize.py.
 
-Every case of `dsattn verify` runs, and odd shapes that the cases lack, on every instruction set that this CPU has. Memory
-that is handed out is full of NaN, so a number that nobody wrote shows as a wrong result. A fault ends its process.
-Functions with a fault on purpose run first, and each must be found out.
+Every case of `dsattn verify` runs, and odd shapes that the cases lack, on every instruction set that this CPU has. New
+memory is full of NaN, so a number that nobody wrote shows as a wrong result. A fault ends its process. Functions with a
+fault on purpose run first, and each must be found out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from test_edges_views import WAYS
 
 from dsattn import TopK, sparse_attention
 from dsattn.backends.cpu import build
-from dsattn.errors import DsattnError
+from dsattn.errors import BackendMissing, DsattnError
 from dsattn.verify import suites
 from dsattn.verify.reference import References
 from dsattn.verify.run import DTYPES, run
@@ -83,7 +83,7 @@ def preloaded() -> dict[str, str]:
     for name in ("libasan.so", "libstdc++.so.6"):
         done = subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, text=True, check=True)
         if not Path(done.stdout.strip()).is_absolute():
-            raise build.BackendMissing(name, given=f"none beside {command[0]}", fix="set CC to a gcc that has it")
+            raise BackendMissing(name, given=f"none beside {command[0]}", fix="set CC to a gcc that has it")
         found.append(done.stdout.strip())
     options = {"ASAN_OPTIONS": OPTIONS, "UBSAN_OPTIONS": "print_stacktrace=1"}
     # Threads of PyTorch that wait by running would take the cores from the other parts.
