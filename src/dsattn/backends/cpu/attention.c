@@ -70,13 +70,13 @@ static void attend_row(forward_scratch *s, const element *query, const element *
                        const float *sink, element *out, float *lse, int64_t heads, int64_t width, int64_t values,
                        float scale) {
     int64_t wide = padded(heads, LANES), count = width / WORD_ELEMENTS;
-    pack(s->heads, (const word *)query, heads, count, wide);
+    pack_heads(s->heads, (const word *)query, heads, count);
     for (int64_t h = 0; h < wide; h++) s->largest[h] = -INFINITY, s->total[h] = 0;
     memset(s->result, 0, sizeof(float) * heads * values);
     for (int64_t slot = 0; slot < keys.count; slot += KEYS) {
         int64_t found = key_rows(s->rows, keys, slot, table, width, s->nothing);
-        fetch_rows(table, width * sizeof(element), keys, slot + KEYS);
-        dots(s->sums, (const word *const *)s->rows, padded(found, DOT_ROWS), s->heads, wide, count);
+        dots(s->sums, (const word *const *)s->rows, padded(found, DOT_ROWS), s->heads, heads, count,
+             errand_for(keys, slot + KEYS, table, width * sizeof(element)));
         for (int64_t h = 0; h < wide; h += LANES) softmax_block(s, h, wide, found, scale);
         for (int64_t h = 0; h < heads; h++)
             if (s->largest[h] == INFINITY) keep_nan(s, h, wide, found);

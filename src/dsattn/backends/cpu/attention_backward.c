@@ -105,8 +105,8 @@ static void begin_row(backward_scratch *s, const element *query, const element *
         s->delta[h] = h < heads ? delta[h] : 0;
     }
     for (int64_t h = 0; h < heads; h++) s->result_rows[h] = result + h * width;
-    pack(s->heads, (const word *)query, heads, width / WORD_ELEMENTS, wide);
-    pack(s->upstream_heads, (const word *)upstream, heads, values / WORD_ELEMENTS, wide);
+    pack_heads(s->heads, (const word *)query, heads, width / WORD_ELEMENTS);
+    pack_heads(s->upstream_heads, (const word *)upstream, heads, values / WORD_ELEMENTS);
     mix_heads(s, query, upstream, heads, width, values);
 }
 
@@ -117,12 +117,12 @@ static int64_t row_backward(backward_scratch *s, const element *table, keys_of_r
     while (end < keys.count && key_at(keys, end) < last) end++;
     keys.count = end;
     for (; slot < end; slot += KEYS) {
-        fetch_rows(d_table, width * sizeof(float), keys, slot);
-        fetch_rows(table, width * sizeof(element), keys, slot + KEYS);
         int64_t found = key_rows(s->rows, keys, slot, table, width, s->nothing), filled = padded(found, DOT_ROWS);
         for (int64_t j = 0; j < found; j++) s->key_results[j] = d_table + key_at(keys, slot + j) * width;
-        dots(s->sums, (const word *const *)s->rows, filled, s->heads, wide, width / WORD_ELEMENTS);
-        dots(s->upstream_sums, (const word *const *)s->rows, filled, s->upstream_heads, wide, values / WORD_ELEMENTS);
+        dots(s->sums, (const word *const *)s->rows, filled, s->heads, heads, width / WORD_ELEMENTS,
+             errand_for(keys, slot, d_table, width * sizeof(float)));
+        dots(s->upstream_sums, (const word *const *)s->rows, filled, s->upstream_heads, heads, values / WORD_ELEMENTS,
+             errand_for(keys, slot + KEYS, table, width * sizeof(element)));
         backward_block(s, found, heads, scale);
 #if defined(BF16)
         mix_keys(s->result_rows, heads, width, NULL, s->factors, wide, s->rows, found, scale, s->nothing);

@@ -43,7 +43,7 @@ static int prepare(indexer_scratch *s, arena *memory, int64_t heads, int64_t wid
 
 static void begin_row(indexer_scratch *s, const element *query, const float *weights, int64_t heads, int64_t width) {
     int64_t wide = padded(heads, LANES);
-    pack(s->heads, (const word *)query, heads, width / WORD_ELEMENTS, wide);
+    pack_heads(s->heads, (const word *)query, heads, width / WORD_ELEMENTS);
     for (int64_t h = 0; h < wide; h++) s->weights[h] = h < heads ? weights[h] : 0;
 }
 
@@ -65,9 +65,9 @@ EXPORT int gathered_scores(const element *index_q, const float *weights, const e
         float *scores = table + (row - begin) * columns + table_column(keys, column);
         begin_row(&s, index_q + row * heads * width, weights + row * heads, heads, width);
         for (int64_t slot = 0; slot < keys.count; slot += KEYS) {
-            fetch_rows(index_k, width * sizeof(element), keys, slot + KEYS);
             int64_t found = key_rows(s.rows, keys, slot, index_k, width, s.nothing);
-            dots(s.sums, (const word *const *)s.rows, padded(found, DOT_ROWS), s.heads, wide, width / WORD_ELEMENTS);
+            dots(s.sums, (const word *const *)s.rows, padded(found, DOT_ROWS), s.heads, heads, width / WORD_ELEMENTS,
+                 errand_for(keys, slot + KEYS, index_k, width * sizeof(element)));
             for (int64_t j = 0; j < found; j++) {
                 vec sum = splat(0);
                 for (int64_t h = 0; h < wide; h += LANES) {
@@ -137,7 +137,8 @@ EXPORT int scores_backward(const element *index_q, const float *weights, const e
         for (int64_t slot = 0; slot < keys.count; slot += KEYS) {
             int64_t found = key_rows(s.rows, keys, slot, index_k, width, s.nothing);
             for (int64_t j = 0; j < found; j++) s.key_results[j] = d_index_k + key_at(keys, slot + j) * width;
-            dots(s.sums, (const word *const *)s.rows, padded(found, DOT_ROWS), s.heads, wide, width / WORD_ELEMENTS);
+            dots(s.sums, (const word *const *)s.rows, padded(found, DOT_ROWS), s.heads, heads, width / WORD_ELEMENTS,
+                 errand_for(keys, slot + KEYS, index_k, width * sizeof(element)));
             gradient_block(&s, given + slot, found, heads, (float)scale, relu);
 #if defined(BF16)
             mix_keys(s.result_rows, heads, width, NULL, s.factors, wide, s.rows, found, 1, s.nothing);

@@ -4,12 +4,13 @@
    mix:  rows x columns. What is summed over (keys, or heads) are rows at any address; columns stand side by side. */
 #pragma once
 
-#include "vector.h"
+#include "keys.h"
 
 /* Words of a dot that are added up before the next ones: a sum of sums of few loses fewer digits than one of all. */
 #define DOT_WORDS 128
 
-/* A tile is ROWS x COLUMNS vectors, held in registers; with one column a second set of sums hides the latency. */
+/* A tile is ROWS x COLUMNS vectors, held in registers. In that of `dots` a vector holds two words of a head side by side: then
+   one load of two words of a key serves twice as many products. */
 #if defined(__AVX512F__)
 #define DOT_ROWS 8
 #define MIX_ROWS 4
@@ -20,55 +21,59 @@
 #define MIX_COLUMNS 2
 #endif
 
-INLINE void dot_tile(const int columns, const int sets, float *sums, int64_t stride, const word *const *rows,
-                     const word *heads, int64_t panel, int64_t begin, int64_t count) {
+INLINE void dot_tile(const int columns, float *sums, int64_t stride, const word *const *rows, const word *heads,
+                     int64_t panel, int64_t begin, int64_t end) {
     vec sum[DOT_ROWS][2] = {{{0}}};
     const word *row[DOT_ROWS];
     EACH (r, DOT_ROWS) row[r] = rows[r];
-    int64_t w = begin;
-    for (; w + sets <= count; w += sets) {
+    for (int64_t w = begin; w < end; w += 2) {
         words head[2];
-        EACH (c, columns)
-            EACH (s, sets) head[c + s] = load_words(heads + (w + s) * panel + c * LANES);
-        EACH (r, DOT_ROWS)
-            EACH (c, columns)
-                EACH (s, sets) sum[r][c + s] = add_product(sum[r][c + s], row[r][w + s], head[c + s]);
-    }
-    for (; w < count; w++)
-        EACH (r, DOT_ROWS) sum[r][0] = add_product(sum[r][0], row[r][w], load_words(heads + w * panel));
-    EACH (r, DOT_ROWS) {
-        if (sets == 2) sum[r][0] += sum[r][1];
-        EACH (c, columns) {
-            float *place = sums + r * stride + c * LANES;
-            if (begin) sum[r][c] += load(place);
-            store(place, sum[r][c]);
+        EACH (c, columns) head[c] = load_words(heads + w * panel + c * LANES);
+        EACH (r, DOT_ROWS) {
+            words key = splat_two(row[r] + w);
+            EACH (c, columns) sum[r][c] = add_products(sum[r][c], key, head[c]);
         }
+    }
+    EACH (r, DOT_ROWS) {
+        vec whole = sum_of_twos(sum[r][0], sum[r][1]);
+        if (begin) whole += load(sums + r * stride);
+        store(sums + r * stride, whole);
     }
 }
 
 /* Not inlined: the registers of a tile are all that there are. */
-#define DOT_TILE(columns, sets)                                                                               \
+#define DOT_TILE(columns)                                                                                     \
     NOINLINE void dot_tile_##columns(float *sums, int64_t stride, const word *const *rows, const word *heads, \
-                                     int64_t panel, int64_t count) {                                          \
-        for (int64_t w = 0; w < count; w += DOT_WORDS)                                                        \
-            dot_tile(columns, sets, sums, stride, rows, heads, panel, w, at_most(w + DOT_WORDS, count));      \
+                                     int64_t panel, int64_t count, errand *meanwhile) {                       \
+        for (int64_t w = 0; w < count; w += DOT_WORDS) {                                                      \
+            dot_tile(columns, sums, stride, rows, heads, panel, w, at_most(w + DOT_WORDS, count));            \
+            run_errand(meanwhile, 3);                                                                         \
+        }                                                                                                     \
     }
-DOT_TILE(1, 2)
-DOT_TILE(2, 1)
+DOT_TILE(1)
+DOT_TILE(2)
 
 /* sums[key][head] = sum over words of rows[key][w] * heads[w][head].
 
-   sums: [keys][padded heads]. rows: one address for each of `keys`, which is a multiple of 8. heads: `count` rows of
-   padded heads, as `pack` makes them. */
-LOCAL void dots(float *sums, const word *const *rows, int64_t keys, const word *heads, int64_t padded_heads,
-                int64_t count) {
-    int64_t vectors = padded_heads / LANES;
-    for (int64_t key = 0; key < keys; key += DOT_ROWS) {
-        float *to = sums + key * padded_heads;
-        int64_t v = 0;
-        for (; v + 2 <= vectors; v += 2)
-            dot_tile_2(to + v * LANES, padded_heads, rows + key, heads + v * LANES, padded_heads, count);
-        if (v < vectors) dot_tile_1(to + v * LANES, padded_heads, rows + key, heads + v * LANES, padded_heads, count);
+   sums: [keys][padded heads]. rows: one address for each of `keys`, which is a multiple of 8. heads: `count` words, an even
+   number, of `number` heads, as pack_heads makes them. meanwhile: rows that are needed next. */
+LOCAL void dots(float *sums, const word *const *rows, int64_t keys, const word *heads, int64_t number, int64_t count,
+                errand meanwhile) {
+    int64_t wide = padded(number, LANES);
+    for (int64_t key = 0; key < keys; key += DOT_ROWS)
+        for (int64_t h = 0; h < number; h += LANES)
+            (number - h > LANES / 2 ? dot_tile_2 : dot_tile_1)(sums + key * wide + h, wide, rows + key, heads + 2 * h,
+                                                               wide, count, &meanwhile);
+}
+
+/* The heads of one query row, [heads][words], as vectors of two words of half as many heads as there are lanes:
+   [words / 2][2 * padded heads / lanes][lanes / 2][2]. Padded heads are 0. */
+LOCAL void pack_heads(word *to, const word *from, int64_t heads, int64_t count) {
+    int64_t wide = padded(heads, LANES);
+    for (int64_t w = 0; w < count; w += 2) {
+        word *vectors = to + w * wide;
+        for (int64_t h = 0; h < heads; h++) memcpy(vectors + 2 * h, from + h * count + w, 2 * sizeof(word));
+        memset(vectors + 2 * heads, 0, 2 * sizeof(word) * (wide - heads));
     }
 }
 

@@ -1,20 +1,7 @@
-/* What the kernels over keys at any address share: which keys a row has, and scratch memory. */
+/* What the kernels over keys at any address share: blocks of keys, and scratch memory. */
 #pragma once
 
 #include "products.h"
-
-/* The keys of a query row: `count` of them, at ids[slot] or, without ids, one after the other from `first` on. */
-typedef struct {
-    const int32_t *ids;
-    int64_t first, count;
-} keys_of_row;
-
-INLINE keys_of_row keys_of(const int32_t *ids, int64_t slots, const int32_t *first, const int32_t *count, int64_t row) {
-    /* A selection of no slots has no address either. */
-    return (keys_of_row){ids ? ids + row * slots : NULL, first ? first[row] : 0, count[row]};
-}
-
-INLINE int64_t key_at(keys_of_row keys, int64_t slot) { return keys.ids ? keys.ids[slot] : keys.first + slot; }
 
 /* Addresses of the next keys of a row, up to KEYS of them, filled up with `nothing` to the next multiple of 8.
 
@@ -25,15 +12,6 @@ LOCAL int64_t key_rows(const element **rows, keys_of_row keys, int64_t slot, con
     for (; i < count; i++) rows[i] = table + key_at(keys, slot + i) * width;
     for (; i < padded(count, 8); i++) rows[i] = nothing;
     return count;
-}
-
-/* Asks for the rows of a table that are needed soon, before the work that hides the way from memory. */
-LOCAL void fetch_rows(const void *table, int64_t row_bytes, keys_of_row keys, int64_t slot) {
-    int64_t end = at_most(slot + KEYS, keys.count);
-    for (; slot < end; slot++) {
-        const char *row = (const char *)table + key_at(keys, slot) * row_bytes;
-        for (int64_t place = 0; place < row_bytes; place += 64) __builtin_prefetch(row + place, 0, 2);
-    }
 }
 
 /* Where a row begins in a table of scores whose first column is key `column`, of a selection its slot 0. */

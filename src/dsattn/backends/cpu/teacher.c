@@ -19,21 +19,22 @@ static int64_t teacher_buffers(teacher_scratch *s, arena *from, int64_t heads, i
 }
 
 /* Dots of a block of keys with all heads; returns how many keys. */
-static int64_t block_dots(teacher_scratch *s, const element *kv, keys_of_row keys, int64_t slot, int64_t wide,
+static int64_t block_dots(teacher_scratch *s, const element *kv, keys_of_row keys, int64_t slot, int64_t heads,
                           int64_t width) {
-    fetch_rows(kv, width * sizeof(element), keys, slot + KEYS);
     int64_t found = key_rows(s->rows, keys, slot, kv, width, s->nothing);
-    dots(s->sums, (const word *const *)s->rows, padded(found, DOT_ROWS), s->heads, wide, width / WORD_ELEMENTS);
+    dots(s->sums, (const word *const *)s->rows, padded(found, DOT_ROWS), s->heads, heads, width / WORD_ELEMENTS,
+         errand_for(keys, slot + KEYS, kv, width * sizeof(element)));
     return found;
 }
 
 /* The largest dot of every head of a row, and the sum of the others' exponentials, by a pass of its own. */
-static void row_softmax(teacher_scratch *s, const element *kv, keys_of_row keys, int64_t wide, int64_t width,
+static void row_softmax(teacher_scratch *s, const element *kv, keys_of_row keys, int64_t heads, int64_t width,
                         float scale) {
     float *largest = s->largest, *total = s->total;
+    int64_t wide = padded(heads, LANES);
     for (int64_t h = 0; h < wide; h++) largest[h] = -INFINITY, total[h] = 0;
     for (int64_t slot = 0; slot < keys.count; slot += KEYS) {
-        int64_t found = block_dots(s, kv, keys, slot, wide, width);
+        int64_t found = block_dots(s, kv, keys, slot, heads, width);
         for (int64_t h = 0; h < wide; h += LANES) {
             vec before = load(largest + h), high = before, sum = splat(0);
             for (int64_t j = 0; j < found; j++) high = above(load(s->sums + j * wide + h), high);
@@ -80,12 +81,12 @@ EXPORT int teacher(const element *q, const element *kv, const int32_t *ids, int6
         keys_of_row keys = keys_of(ids, slots, first, count, row);
         if (keys.count <= 0) continue;
         float *sums = table + (row - begin) * columns + table_column(keys, column);
-        pack(s.heads, (const word *)(q + row * heads * width), heads, width / WORD_ELEMENTS, wide);
-        if (!lse) row_softmax(&s, kv, keys, wide, width, (float)scale);
+        pack_heads(s.heads, (const word *)(q + row * heads * width), heads, width / WORD_ELEMENTS);
+        if (!lse) row_softmax(&s, kv, keys, heads, width, (float)scale);
         if (lse) memcpy(s.total, lse + row * heads, sizeof(float) * heads);
         for (int64_t h = heads; h < wide; h++) s.total[h] = 1;
         for (int64_t slot = 0; slot < keys.count; slot += KEYS) {
-            int64_t found = block_dots(&s, kv, keys, slot, wide, width);
+            int64_t found = block_dots(&s, kv, keys, slot, heads, width);
             for (int64_t j = 0; j < found; j++) sums[slot + j] = head_sum(&s, j, lse != NULL, heads, (float)scale);
         }
     }

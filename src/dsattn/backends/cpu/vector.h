@@ -108,9 +108,10 @@ typedef uint32_t words __attribute__((vector_size(VECTOR_BYTES), aligned(4), may
 
 INLINE words load_words(const word *from) { return *(const words *)from; }
 
-INLINE vec add_product(vec sum, word a, words b) {
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+INLINE vec add_products(vec sum, words a, words b) {
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
+INLINE vec add_product(vec sum, word a, words b) { return add_products(sum, (words)_mm512_set1_epi32((int)a), b); }
 
 /* Two vectors rounded to bf16, as words that hold a lane of `low` and the same lane of `high`. */
 INLINE words pair(vec low, vec high) {
@@ -156,11 +157,37 @@ NOINLINE void interleave(word *to, const element *low, const element *high, int6
 typedef vec words;
 
 INLINE words load_words(const word *from) { return load(from); }
+INLINE vec add_products(vec sum, words a, words b) { return sum + a * b; }
 INLINE vec add_product(vec sum, word a, words b) { return sum + a * b; }
 INLINE void store_rounded(element *to, vec x) { store(to, x); }
 INLINE float number(element x) { return x; }
 
 #endif
+
+/* Two neighbouring words, again and again. */
+INLINE words splat_two(const word *from) {
+    typedef int64_t longs __attribute__((vector_size(VECTOR_BYTES)));
+    int64_t both;
+    memcpy(&both, from, sizeof both);
+    return (words)(both - (longs){0});
+}
+
+/* Sums of neighbouring lanes, those of a first. */
+INLINE vec sum_of_twos(vec a, vec b) {
+#if VECTOR_BYTES == 64
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    return (vec)_mm512_add_ps(_mm512_permutex2var_ps((__m512)a, even, (__m512)b),
+                              _mm512_permutex2var_ps((__m512)a, odd, (__m512)b));
+#else
+    vec sum;
+    for (int64_t i = 0; i < LANES; i++) {
+        vec from = i < LANES / 2 ? a : b;
+        sum[i] = from[2 * i % LANES] + from[2 * i % LANES + 1];
+    }
+    return sum;
+#endif
+}
 
 /* Rows [rows][count] as columns [count][stride], the rows from the last one on to `stride` 0. */
 LOCAL void pack(word *to, const word *from, int64_t rows, int64_t count, int64_t stride) {
