@@ -12,7 +12,7 @@ import dsattn
 from dsattn.bench.sizes import Sizes
 from dsattn.layouts import CausalLayout, TopK
 
-_CHUNK = 256
+_CHUNK = 1024
 """Rows of scores that are computed and thrown away at a time."""
 _BLOCK = 1024
 
@@ -42,7 +42,7 @@ def normal(*shape: int, dtype: torch.dtype, grad: bool = False) -> Tensor:
 
 
 def scores(sizes: Sizes, rows: int, dtype: torch.dtype, backend: str) -> Call:
-    """`indexer_scores` of 256 rows after the other against the keys that they see; each table is thrown away."""
+    """`indexer_scores` of 1,024 rows after the other against the keys that they see; each table is thrown away."""
     index_q, index_k, weights = index = _index(sizes, rows, dtype)
 
     def run() -> Mapping[str, Tensor]:

@@ -87,7 +87,7 @@ _SPARSE, _WHOLE = ("sparse_attention",), ("dsa_attention:selected",)
 
 def _all() -> list[Work]:
     return [
-        Work(name="indexer-scores", shows="indexer scores, 256 rows at a time, thrown away",
+        Work(name="indexer-scores", shows="indexer scores, 1,024 rows at a time, thrown away",
              checks=("indexer_scores",), sizes=_INDEX, make=calls.scores, flops=sizes.scores),
         Work(name="indexer-topk", shows="indexer scores and their exact top-k",
              checks=("indexer_topk",), sizes=_INDEX, make=calls.topk, flops=sizes.scores),

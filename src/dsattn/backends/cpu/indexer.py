@@ -76,12 +76,13 @@ def select(x: IndexerInputs, support: Visible, top_k: int, return_scores: bool) 
 def all_scores(x: IndexerInputs, support: Visible) -> Tensor:
     """Every score as one table [t, s], -inf where a row does not see a key."""
     device, scorer = x.index_q.device, Scorer(x, support)
-    table = torch.full((support.num_q, support.num_k), -torch.inf, dtype=x.dtype, device=device)
+    table = torch.empty(support.num_q, support.num_k, dtype=x.dtype, device=device)
 
     def work(block: Block) -> None:
-        scorer.fill(table[block.q_begin : block.q_end], 0, block)
+        # Here and not for the whole table: memory that is new is slow to touch, and all threads share that.
+        scorer.fill(table[block.q_begin : block.q_end].fill_(-torch.inf), 0, block)
 
-    run_blocks(work, blocks_for(support.layout, x.dtype.itemsize, cut.SCORES_BYTES), device)
+    run_blocks(work, cut.row_blocks(support.num_q), device)
     return table
 
 
