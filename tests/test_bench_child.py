@@ -96,6 +96,7 @@ def test_random_keys_are_a_selection(rows: int, top_k: int) -> None:
 def test_scores_cover_the_last_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr("dsattn.indexer_scores", lambda *x, **_: seen.append((x[3].num_q, x[3].num_k)))
+    monkeypatch.setattr(calls, "_CHUNK", 256)
     calls.scores(SIZES, 300, torch.float32, "torch").run()
     assert seen == [(256, 256), (44, 300)]
 
