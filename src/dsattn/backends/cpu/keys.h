@@ -16,8 +16,8 @@ INLINE keys_of_row keys_of(const int32_t *ids, int64_t slots, const int32_t *fir
 
 INLINE int64_t key_at(keys_of_row keys, int64_t slot) { return keys.ids ? keys.ids[slot] : keys.first + slot; }
 
-/* Rows of a table that are needed soon. They are asked for a few at a time, in the midst of other work: all at once they
-   would stand in each other's way. */
+/* Rows of a table that are needed soon. They are asked for a few at a time, in the midst of other work: all at once
+   they would stand in each other's way. */
 typedef struct {
     keys_of_row keys;
     const char *table;

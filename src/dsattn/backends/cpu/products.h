@@ -9,8 +9,8 @@
 /* Words of a dot that are added up before the next ones: a sum of sums of few loses fewer digits than one of all. */
 #define DOT_WORDS 128
 
-/* A tile is ROWS x COLUMNS vectors, held in registers. In that of `dots` a vector holds two words of a head side by side: then
-   one load of two words of a key serves twice as many products. */
+/* A tile is ROWS x COLUMNS vectors, held in registers. In that of `dots` a vector holds two words of a head side by
+   side: then one load of two words of a key serves twice as many products. */
 #if defined(__AVX512F__)
 #define DOT_ROWS 8
 #define MIX_ROWS 4
@@ -55,8 +55,8 @@ DOT_TILE(2)
 
 /* sums[key][head] = sum over words of rows[key][w] * heads[w][head].
 
-   sums: [keys][padded heads]. rows: one address for each of `keys`, which is a multiple of 8. heads: `count` words, an even
-   number, of `number` heads, as pack_heads makes them. meanwhile: rows that are needed next. */
+   sums: [keys][padded heads]. rows: one address for each of `keys`, which is a multiple of 8. heads: `count` words, an
+   even number, of `number` heads, as pack_heads makes them. meanwhile: rows that are needed next. */
 LOCAL void dots(float *sums, const word *const *rows, int64_t keys, const word *heads, int64_t number, int64_t count,
                 errand meanwhile) {
     int64_t wide = padded(number, LANES);

@@ -16,6 +16,18 @@
 #define PART 2
 #endif
 
+/* Rows [rows][count] as columns [count][stride], the rows from the last one on to `stride` 0. */
+static void pack(word *to, const word *from, int64_t rows, int64_t count, int64_t stride) {
+    /* A strip of words at a time: what is written stays in the nearest cache until its lines are full. */
+    for (int64_t begin = 0; begin < count; begin += 16) {
+        int64_t end = at_most(begin + 16, count);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t w = begin; w < end; w++) to[w * stride + r] = from[r * count + w];
+        for (int64_t w = begin; w < end; w++)
+            for (int64_t r = rows; r < stride; r++) to[w * stride + r] = 0;
+    }
+}
+
 /* Packs the panels [begin, end) of index_k [s, words]; keys from s on are 0. */
 EXPORT int pack_keys(const word *keys, word *panels, int64_t begin, int64_t end, int64_t num_keys, int64_t count) {
     for (int64_t p = begin; p < end; p++)

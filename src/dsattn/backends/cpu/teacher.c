@@ -65,7 +65,8 @@ INLINE float head_sum(const teacher_scratch *s, int64_t key, int given, int64_t 
 /* sum over heads of exp(logit - lse) of the query rows [begin, end) in a table [rows][columns]; see table_column.
 
    q [t, heads, width], kv [s, width]; width is a multiple of 16; scale is not negative. lse [t, heads], or NULL: its
-   part is computed by a pass of its own. See keys_of for ids, slots, first and count. Returns 0, or 1 without memory. */
+   part is computed by a pass of its own. See keys_of for ids, slots, first and count. Returns 0, or 1 without
+   memory. */
 EXPORT int teacher(const element *q, const element *kv, const int32_t *ids, int64_t slots, const int32_t *first,
                    const int32_t *count, const float *lse, float *table, int64_t columns, int64_t column, int64_t begin,
                    int64_t end, int64_t heads, int64_t width, double scale) {

@@ -39,7 +39,7 @@ typedef float vec __attribute__((vector_size(VECTOR_BYTES), aligned(sizeof(float
 typedef int32_t mask __attribute__((vector_size(VECTOR_BYTES)));
 #define LANES ((int64_t)(VECTOR_BYTES / sizeof(float)))
 
-/* Columns and heads are padded to this many, whatever the vectors: callers need not know them. */
+/* Callers pad columns to a multiple of this many, whatever the vectors; heads are padded to the lanes here. */
 #define PAD 16
 /* Keys that are worked on at once. */
 #define KEYS 64
@@ -187,16 +187,4 @@ INLINE vec sum_of_twos(vec a, vec b) {
     }
     return sum;
 #endif
-}
-
-/* Rows [rows][count] as columns [count][stride], the rows from the last one on to `stride` 0. */
-LOCAL void pack(word *to, const word *from, int64_t rows, int64_t count, int64_t stride) {
-    /* A strip of words at a time: what is written stays in the nearest cache until its lines are full. */
-    for (int64_t begin = 0; begin < count; begin += 16) {
-        int64_t end = at_most(begin + 16, count);
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t w = begin; w < end; w++) to[w * stride + r] = from[r * count + w];
-        for (int64_t w = begin; w < end; w++)
-            for (int64_t r = rows; r < stride; r++) to[w * stride + r] = 0;
-    }
 }
